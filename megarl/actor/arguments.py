@@ -1,0 +1,56 @@
+"""Neutral dimensions and layout -> Megatron's TransformerConfig, field by field."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.mesh import Mesh
+from megarl.models.spec import ModelSpec
+
+
+def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Every field that decides what is computed is set here, from ``spec`` or for a reason given here."""
+    return TransformerConfig(
+        # architecture
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.kv_heads,
+        kv_channels=spec.head_dim,
+        ffn_hidden_size=spec.ffn,
+        layernorm_epsilon=spec.norm_eps,
+        qk_layernorm=spec.qk_norm,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # experts
+        num_moe_experts=spec.experts or None,
+        moe_ffn_hidden_size=spec.moe_ffn or None,
+        moe_layer_freq=[int(moe) for moe in spec.moe_layers],
+        moe_router_topk=spec.topk or 2,
+        moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over the chosen = renormalised
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",  # an auxiliary loss depends on how the batch is split
+        moe_token_dispatcher_type="alltoall",
+        # layout
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        context_parallel_size=mesh.cp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        sequence_parallel=mesh.sequence_parallel,
+        # precision and kernels
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        transformer_impl="local",
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,  # needs apex's kernel with local linears
+        calculate_per_token_loss=False,  # step.py derives the loss scale for this setting
+        use_cpu_initialization=True,
+        perform_initialization=False,  # weights always come from a checkpoint
+    )

@@ -1,0 +1,76 @@
+"""The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
+
+One rank a stage, the sender, ends up with each tensor whole; no rank ever holds more than one bucket and, while it
+is gathered, one parameter of all expert ranks. Ranks outside the sender's groups take no part.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megarl.actor.names import global_parameters, shift_expert
+from megarl.actor.model import padded_vocab
+from megarl.actor.setup import Parallel
+from megarl.models.mapping import mapping_for
+from megarl.models.spec import ModelSpec
+from megarl.protocols import Bucket
+from megarl.types import TensorSpec
+
+
+class MegatronWeights:
+    """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the parameters' dtype."""
+
+    def __init__(self, model: torch.nn.Module, spec: ModelSpec, parallel: Parallel) -> None:
+        self.model, self.parallel = model, parallel
+        self.mapping = mapping_for(spec, padded_vocab(spec))
+        self.experts = spec.experts
+        self.sender = parallel.mesh.sender(parallel.at.pp)
+
+    def spec(self) -> list[TensorSpec]:
+        """Every tensor of this stage; collective as ``buckets`` is. Empty on ranks that do not send."""
+        return [
+            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
+            for bucket in self.buckets(max_bytes=1 << 62)
+            for name, t in bucket
+        ]
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        bucket: Bucket = []
+        size = 0
+        for name, tensor in self.tensors():
+            if bucket and size + tensor.nbytes > max_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's groups."""
+        for name, parameter in global_parameters(self.model, self.parallel):
+            for full_name, shards in self._gather(name, parameter.detach()):
+                yield from self.mapping.to_hf(full_name, shards)
+
+    def _gather(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """(global name, shards in tp or etp order). For an expert, one entry for each expert-parallel rank."""
+        expert = self.mapping.is_expert(name)
+        group = self.parallel.experts if expert else self.parallel.tp
+        ranks = dist.get_process_group_ranks(group)
+        if self.sender not in ranks:
+            return
+        sending = self.parallel.rank == self.sender
+        parts = [torch.empty_like(shard) for _ in ranks] if sending else None
+        if len(ranks) == 1:
+            parts = [shard.contiguous()]
+        else:
+            dist.gather(shard.contiguous(), parts, dst=self.sender, group=group)
+        if not sending or parts is None:
+            return
+        if not expert:
+            yield name, parts
+            return
+        mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
+        for ep in range(mesh.ep):
+            yield shift_expert(name, ep * local_experts), parts[ep * mesh.etp : (ep + 1) * mesh.etp]

@@ -1,0 +1,35 @@
+"""Hugging Face weights -> this rank's shard of the Megatron model."""
+
+import torch
+
+from megarl.actor.model import padded_vocab
+from megarl.actor.names import global_parameters
+from megarl.actor.setup import Parallel
+from megarl.models.hf_io import HfCheckpoint, check_complete
+from megarl.models.mapping import ModelMapping, mapping_for
+from megarl.models.spec import ModelSpec
+
+
+def load_hf_weights(
+    model: torch.nn.Module, checkpoint: HfCheckpoint, spec: ModelSpec, parallel: Parallel
+) -> None:
+    """Fill every parameter from ``checkpoint``; each rank reads only the tensors it holds a part of.
+
+    Raises DataError when a tensor is missing, unknown, or of another shape than config.json implies.
+    """
+    mapping = mapping_for(spec, padded_vocab(spec))
+    check_complete(checkpoint, spec)
+    with torch.no_grad():
+        for name, parameter in global_parameters(model, parallel):
+            rank, size = tp_place(name, mapping, parallel)
+            tensors = [checkpoint.get(hf) for hf in mapping.hf_names(name)]
+            shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)
+            assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
+            parameter.copy_(shard)
+
+
+def tp_place(name: str, mapping: ModelMapping, parallel: Parallel) -> tuple[int, int]:
+    """(rank, size) of the axis that splits this parameter's matrices: etp for experts, tp for the rest."""
+    if mapping.is_expert(name):
+        return parallel.at.etp, parallel.mesh.etp
+    return parallel.at.tp, parallel.mesh.tp

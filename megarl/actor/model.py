@@ -1,0 +1,89 @@
+"""ModelSpec + layout -> Megatron's GPTModel on this rank."""
+
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl.actor.arguments import transformer_config
+from megarl.actor.attention_packed import PackedAttention, PackedRotaryEmbedding, RMSNorm
+from megarl.actor.setup import Parallel
+from megarl.models.mapping import padded_vocab_size
+from megarl.models.spec import ModelSpec
+
+
+VOCAB_MULTIPLE = 64  # by the model, not by tp: a checkpoint then fits every layout whose tp divides it
+
+
+def padded_vocab(spec: ModelSpec) -> int:
+    """Rows of Megarl's embedding; those beyond ``spec.vocab`` are never part of a softmax (``logprobs.py``)."""
+    return padded_vocab_size(spec.vocab, VOCAB_MULTIPLE)
+
+
+def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> GPTModel:
+    """This rank's part of the model, weights uninitialised. Local layer spec with our attention (no TE)."""
+    config = transformer_config(spec, parallel.mesh, dtype)
+    first = get_transformer_layer_offset(config, vp_stage=None, pp_rank=parallel.at.pp)
+    mine = spec.moe_layers[first : first + get_num_layers_to_build(config)]
+    model = GPTModel(
+        config,
+        TransformerBlockSubmodules(
+            layer_specs=[_layer_spec(config, moe) for moe in mine], layer_norm=RMSNorm
+        ),
+        vocab_size=padded_vocab(spec),
+        max_sequence_length=spec.max_positions,
+        pre_process=parallel.first_stage,
+        post_process=parallel.last_stage,
+        share_embeddings_and_output_weights=spec.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=spec.rope_theta,
+    )
+    model.rotary_pos_emb = PackedRotaryEmbedding(
+        kv_channels=spec.head_dim,
+        rotary_percent=1.0,
+        rotary_base=spec.rope_theta,
+        use_cpu_initialization=True,
+    )
+    return model.to(parallel.device)
+
+
+def wrap_ddp(
+    model: GPTModel, dtype: torch.dtype, *, distributed_optimizer: bool
+) -> DistributedDataParallel:
+    """Gradient buffers in fp32, averaged over dp * cp (``step.py`` scales the loss to match)."""
+    wrapped: Any = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=False,  # the optimizer step refuses a non-finite norm and names it
+    )
+    return DistributedDataParallel(model.config, settings, wrapped)
+
+
+def _layer_spec(config: Any, moe: bool) -> Any:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    # Checkpoint keys as Transformer Engine's spec has them, so that CPU and GPU runs read each other's files: the
+    # local spec would file an MoE layer's second norm under mlp.linear_fc1.
+    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not moe:
+        layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return spec

@@ -1,0 +1,85 @@
+"""Process groups of the trainer: torch.distributed and Megatron's parallel state, from a ``Mesh``."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megarl.mesh import Coordinates, Mesh
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This rank's place and groups. ``host`` carries CPU tensors between all trainer ranks (gloo)."""
+
+    mesh: Mesh
+    rank: int
+    at: Coordinates
+    device: torch.device
+    tp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp_cp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    experts: dist.ProcessGroup  # all etp * ep shards of one replica of a stage's experts, etp fastest
+    host: dist.ProcessGroup
+
+    @property
+    def first_stage(self) -> bool:
+        return self.at.pp == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.at.pp == self.mesh.pp - 1
+
+    @property
+    def speaks_for_tokens(self) -> bool:
+        """One rank of those that hold the same per-token results, so that sums count a token once."""
+        return self.last_stage and self.at.tp == 0
+
+
+def init_parallel(mesh: Mesh, *, seed: int, timeout_s: float) -> Parallel:
+    """Join the job torchrun started (or a job of one) and build every group. Collective."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    assert dist.get_world_size() == mesh.world_size, (dist.get_world_size(), mesh)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tp,
+        pipeline_model_parallel_size=mesh.pp,
+        context_parallel_size=mesh.cp,
+        expert_model_parallel_size=mesh.ep,
+        expert_tensor_parallel_size=mesh.etp,
+        distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(seed)
+    rank = dist.get_rank()
+    return Parallel(
+        mesh=mesh,
+        rank=rank,
+        at=mesh.coordinates(rank),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
+        host=dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
+    )
+
+
+def destroy_parallel() -> None:
+    """Undo ``init_parallel``; safe to call twice."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Objectives: advantages, ratios, policy losses. Tensors only; knows nothing of Megatron or of servers."""

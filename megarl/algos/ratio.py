@@ -1,0 +1,35 @@
+"""Importance ratios from log-probs.
+
+token:     r_t = exp(clamp(d_t, -20, 20)), d = lp - lo; gradient 0 outside the clamp
+sequence:  s_i = exp(clamp(mean_t d_t, -20, 20)) over the trained tokens (GSPO, arXiv 2507.18071 eq. 7)
+
+Masked positions may hold anything, NaN included: they are selected away, never multiplied by zero.
+"""
+
+import torch
+
+from megarl.algos.segments import Segments
+from megarl.types import LossInputs
+
+LOG_RATIO_LIMIT = 20.0
+
+
+def token_log_ratio(inputs: LossInputs) -> torch.Tensor:
+    """f32 [T]: lp - lo at trained tokens, 0 elsewhere."""
+    lp = torch.where(inputs.mask, inputs.logprobs, 0.0)
+    lo = torch.where(inputs.mask, inputs.old_logprobs, 0.0)
+    return lp - lo
+
+
+def token_ratio(inputs: LossInputs) -> torch.Tensor:
+    """f32 [T]: exp of the clamped log-ratio; 1 where masked."""
+    return token_log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_log_ratio(inputs: LossInputs, segments: Segments) -> torch.Tensor:
+    """f64 [S]: the mean log-ratio of every sequence's trained tokens; 0 for a sequence without any.
+
+    Collective over the context-parallel ranks.
+    """
+    count = segments.sum(inputs.mask.float())
+    return segments.sum(token_log_ratio(inputs)) / count.clamp(min=1)

@@ -1,0 +1,98 @@
+"""Do the files that this run will read exist, and are they what the setting promises?"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.errors import Problem
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def file_problems(config: Config) -> Iterator[Problem]:
+    yield from _run_dir(config.run.dir)
+    yield from _hf_folder(config)
+    if config.model.load is not None:
+        yield from _folder("model.load", config.model.load, "a Megatron checkpoint's folder")
+    if config.run.mode == "rl":
+        yield from _jsonl("data.prompts", config.data.prompts)
+        yield from _jsonl("data.heldout", config.data.heldout)
+        yield from _server_files(config)
+    elif config.run.mode == "sft":
+        yield from _jsonl("data.demonstrations", config.data.demonstrations)
+    elif config.data.recorded is not None:
+        accepted = "a folder with step_N.safetensors, as rollouts/ of a run with record_rollouts"
+        folder = config.data.recorded
+        yield from _folder("data.recorded", folder, accepted)
+        if folder.is_dir() and not any(folder.glob("step_*.safetensors")):
+            yield Problem("data.recorded", f"{folder}, without a recorded step", accepted)
+
+
+def read_hf_config(folder: Path) -> dict[str, Any] | None:
+    """``config.json`` of a Hugging Face folder; None where ``file_problems`` has a complaint."""
+    try:
+        value = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _run_dir(path: Path) -> Iterator[Problem]:
+    above = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not above.is_dir():
+        yield Problem(
+            "run.dir", f"{path}, where {above} is a file", "a folder, or a path for a new one"
+        )
+
+
+def _hf_folder(config: Config) -> Iterator[Problem]:
+    folder = config.model.hf
+    accepted = "a local Hugging Face folder (nothing is downloaded)"
+    yield from _folder("model.hf", folder, accepted)
+    if not folder.is_dir():
+        return
+    if not (folder / "config.json").is_file():
+        yield Problem("model.hf", f"{folder} without config.json", accepted)
+    elif read_hf_config(folder) is None:
+        yield Problem("model.hf", f"{folder}/config.json, which does not parse", "a JSON object")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        yield Problem(
+            "model.hf", f"{folder} without a tokenizer", f"one of {', '.join(_TOKENIZERS)}"
+        )
+    if config.model.load is None and not any(folder.glob("*.safetensors")):
+        yield Problem("model.hf", f"{folder} without *.safetensors", "weights there, or model.load")
+
+
+def _server_files(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.key_file is not None and not rollout.key_file.is_file():
+        yield Problem(
+            "rollout.key_file", f"{rollout.key_file}, which is no file", "a file with the key"
+        )
+    managed = rollout.engine == "sglang" and not rollout.urls and rollout.server_command
+    if managed and shutil.which(rollout.server_command[0]) is None:
+        found = f"{rollout.server_command[0]}, which is no program here"
+        yield Problem(
+            "rollout.server_command", found, "a program's path, or its name on PATH, first"
+        )
+
+
+def _folder(key: str, path: Path, accepted: str) -> Iterator[Problem]:
+    if not path.exists():
+        yield Problem(key, f"{path}, which does not exist", accepted)
+    elif not path.is_dir():
+        yield Problem(key, f"{path}, which is no folder", accepted)
+
+
+def _jsonl(key: str, path: Path | None) -> Iterator[Problem]:
+    if path is None:
+        return
+    accepted = "a JSONL file with at least one line"
+    if not path.is_file():
+        state = "which is no file" if path.exists() else "which does not exist"
+        yield Problem(key, f"{path}, {state}", accepted)
+    elif path.stat().st_size == 0:
+        yield Problem(key, f"{path}, which is empty", accepted)

@@ -1,0 +1,119 @@
+"""Does the model fit the layout? World size, and every dimension that a parallel axis divides.
+
+1. world size = tp * pp * cp * dp.
+2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts'.
+3. ep divides the experts; ep * etp divides the tp * cp * dp ranks of a pipeline stage.
+4. pp divides the layers.
+5. A row of ``train.row_tokens`` holds a whole chunk for each of its 2 * cp * tp shares.
+The vocabulary is padded to a multiple of tp, and the hidden size is not divided by any axis.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config.schema import Config
+from megarl.errors import Problem
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_NEEDED = ("model_type", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What config.json says of the sizes an axis may divide; 0 where the model has no such part."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    dense_ffn: int
+    shared_ffn: int
+    moe_ffn: int
+    experts: int
+
+    @staticmethod
+    def of(hf: Mapping[str, Any]) -> "Dims":
+        def size(*names: str) -> int:
+            values = (hf.get(name) for name in names)
+            return next((v for v in values if isinstance(v, int) and v > 0), 0)
+
+        heads, experts = size("num_attention_heads"), size(*_EXPERTS)
+        moe_ffn = size("moe_intermediate_size", "intermediate_size") if experts else 0
+        latent = hf.get("kv_lora_rank") is not None  # MLA has no key/value heads of its own
+        return Dims(
+            heads=heads,
+            kv_heads=heads if latent else size("num_key_value_heads") or heads,
+            layers=size("num_hidden_layers"),
+            dense_ffn=size("intermediate_size") if _has_dense_layers(hf, experts) else 0,
+            shared_ffn=size("shared_expert_intermediate_size")
+            or size("n_shared_experts") * moe_ffn,
+            moe_ffn=moe_ffn,
+            experts=experts,
+        )
+
+
+def _has_dense_layers(hf: Mapping[str, Any], experts: int) -> bool:
+    return not experts or bool(
+        hf.get("first_k_dense_replace")
+        or hf.get("mlp_only_layers")
+        or (hf.get("decoder_sparse_step") or 1) > 1
+    )
+
+
+def layout_problems(
+    config: Config, world_size: int | None, hf: Mapping[str, Any] | None
+) -> Iterator[Problem]:
+    p = config.parallel
+    size = p.tp * p.pp * p.cp * p.dp
+    if world_size is not None and size != world_size:
+        found = f"tp {p.tp} * pp {p.pp} * cp {p.cp} * dp {p.dp} = {size}"
+        yield Problem("parallel", found, f"a product equal to the number of ranks, {world_size}")
+    multiple = p.tp * (2 * p.cp if p.cp > 1 else 1)
+    if config.train.row_tokens % multiple:
+        shares = f"tp {p.tp}" if p.cp == 1 else f"2 * cp {p.cp} * tp {p.tp}"
+        accepted = f"a multiple of {multiple} ({shares})"
+        yield Problem("train.row_tokens", str(config.train.row_tokens), accepted)
+    if hf is not None:
+        missing = [name for name in _NEEDED if not hf.get(name)]
+        if missing:
+            found = f"a config.json without {', '.join(missing)}"
+            yield Problem("model.hf", found, "a causal language model's config.json")
+        else:
+            yield from _divisions(config, Dims.of(hf))
+    yield from _expert_grid(config, None if hf is None else Dims.of(hf).experts)
+
+
+def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
+    p = config.parallel
+    etp = p.etp or p.tp
+    etp_key = "parallel.etp" if p.etp else "parallel.tp"
+    for key, degree, name, total in (
+        ("parallel.tp", p.tp, "num_attention_heads", dims.heads),
+        ("parallel.tp", p.tp, "num_key_value_heads", dims.kv_heads),
+        ("parallel.tp", p.tp, "intermediate_size", dims.dense_ffn),
+        ("parallel.tp", p.tp, "the shared experts' intermediate size", dims.shared_ffn),
+        (etp_key, etp, "moe_intermediate_size", dims.moe_ffn),
+        ("parallel.pp", p.pp, "num_hidden_layers", dims.layers),
+        ("parallel.ep", p.ep, "the number of experts", dims.experts),
+    ):
+        if total % degree:
+            yield Problem(key, str(degree), f"a divisor of {name} = {total} ({_divisors(total)})")
+
+
+def _expert_grid(config: Config, experts: int | None) -> Iterator[Problem]:
+    p = config.parallel
+    if experts == 0:
+        if p.ep > 1:
+            yield Problem("parallel.ep", str(p.ep), "1: the model has no experts")
+        return
+    stage, etp = p.tp * p.cp * p.dp, p.etp or p.tp
+    if stage % (p.ep * etp):
+        default = "" if p.etp else " (etp is tp by default)"
+        found = f"ep {p.ep} * etp {etp} = {p.ep * etp}{default}"
+        accepted = f"a product that divides tp {p.tp} * cp {p.cp} * dp {p.dp} = {stage}"
+        yield Problem("parallel.ep", found, accepted)
+
+
+def _divisors(n: int) -> str:
+    found = [d for d in range(1, min(n, 64) + 1) if n % d == 0]
+    return ", ".join(map(str, found)) + (", ..." if n > 64 else "")

@@ -1,0 +1,214 @@
+"""Every setting, in one place. The string under a field is its documentation (CLI, docs and error texts use it).
+
+Layers: YAML files are merged left to right, then dotted overrides (``load.py``); what one field alone can tell is
+checked here, what several together imply in ``validate.py``.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors; a built configuration does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    dir: Path
+    """The run directory: everything a run writes lies here. Two runs never share one."""
+    mode: Literal["rl", "sft", "train_only"] = "rl"
+    """rl: sample, reward, train, sync. sft: train on demonstrations. train_only: train on recorded rollouts."""
+    steps: Positive
+    """Training steps in total (a step of ``rl`` is one rollout batch); a resumed run goes on to the same total."""
+    seed: NonNegative = 0
+    """Everything random derives from it."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run directory. Without it a directory that holds a run is refused."""
+    stop_grace_s: Annotated[float, Field(gt=0, le=15)] = 10.0
+    """After Ctrl-C or SIGTERM: seconds to finish the step and save before the process ends regardless."""
+    timeout_s: Seconds = 600.0
+    """Deadline of every collective between trainer ranks."""
+
+
+class ModelSection(Section):
+    hf: Path
+    """Hugging Face folder: config.json, tokenizer and, unless ``load`` is set, the initial weights."""
+    load: Path | None = None
+    """Megatron checkpoint to start from (made by tools/convert_hf_to_megatron.py or saved by a run)."""
+
+
+class ParallelSection(Section):
+    """The layout; world size = tp * pp * cp * dp. See ``mesh.py`` for what each axis splits."""
+
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+    dp: Positive = 1
+    ep: Positive = 1
+    """Experts split over ep ranks, taken out of the tp * cp * dp ranks of a pipeline stage."""
+    etp: Positive | None = None
+    """Tensor parallelism inside an expert; default: tp."""
+
+
+class PrecisionSection(Section):
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Of parameters and activations. Main parameters, gradients, log-probs and losses are fp32 either way."""
+
+
+class OptimSection(Section):
+    lr: Annotated[float, Field(gt=0)]
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Global gradient norm limit; 0 switches clipping off."""
+    warmup_steps: NonNegative = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the run, at its end, over which the learning rate falls linearly to ``min_lr_ratio * lr``."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    distributed: bool = True
+    """Megatron's distributed optimizer: states split over the data-parallel ranks."""
+
+
+class GspoPolicy(Section):
+    name: Literal["gspo"] = "gspo"
+    eps_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
+    eps_high: Annotated[float, Field(gt=0)] = 4e-4
+
+
+class PpoClipPolicy(Section):
+    name: Literal["ppo_clip"] = "ppo_clip"
+    eps_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    eps_high: Annotated[float, Field(gt=0)] = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+
+
+class SapoPolicy(Section):
+    name: Literal["sapo"] = "sapo"
+    tau_pos: Annotated[float, Field(gt=0)] = 1.0
+    tau_neg: Annotated[float, Field(gt=0)] = 1.05
+
+
+class ReinforcePolicy(Section):
+    name: Literal["reinforce"] = "reinforce"
+
+
+class SftPolicy(Section):
+    name: Literal["sft"] = "sft"
+
+
+Policy = Annotated[
+    GspoPolicy | PpoClipPolicy | SapoPolicy | ReinforcePolicy | SftPolicy, Field(discriminator="name")
+]
+
+
+class AlgoSection(Section):
+    policy: Policy
+    """The objective and its own settings, e.g. ``{name: gspo, eps_low: 3e-4, eps_high: 4e-4}``."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """grpo: (R - mean) / (std + 1e-6) over the prompt's samples; dr_grpo: R - mean; rloo: leave-one-out mean."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "seq_mean_token_mean"
+    """How token losses become one number; counts are global over the optimizer step."""
+    minibatches: Positive = 1
+    """Optimizer steps a rollout batch is split into, by prompt."""
+    old_logprobs: Literal["recompute", "rollout"] = "recompute"
+    """The ratio's denominator: recomputed by the trainer before the update, or taken from the rollout server."""
+
+
+class DataSection(Section):
+    prompts: Path | None = None
+    """rl: JSONL, a line each: {"id", "prompt", "answer", ...}; all keys but prompt go to the reward."""
+    heldout: Path | None = None
+    """rl: JSONL of the same form, never trained on; measured greedily every ``eval.every`` steps."""
+    demonstrations: Path | None = None
+    """sft: JSONL, a line each: {"prompt", "response"}; the end token is appended."""
+    recorded: Path | None = None
+    """train_only: a folder of recorded rollouts (``rollouts/`` of an earlier run)."""
+    reward: str = "exact_match"
+    """exact_match, reasoning_gym:DATASET, or import:package.module:function."""
+    prompts_per_step: Positive = 32
+    """rl: prompts sampled a step. sft: demonstrations a step."""
+    samples_per_prompt: Positive = 8
+
+
+class RolloutSection(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    urls: tuple[str, ...] = ()
+    """Servers that already run (http://host:port). Empty: the run starts and ends its own."""
+    key_file: Path | None = None
+    """File with the servers' key; default for managed servers: generated into the run directory."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_new_tokens: Positive = 16
+    port: NonNegative = 0
+    """Of a managed server; 0 lets the system choose."""
+    max_running: Positive = 256
+    """Managed embedded server: sequences decoded together."""
+    context_length: Positive = 64
+    """Managed server: prompt + response tokens of the longest sequence."""
+    fixed_shape: bool = True
+    """Managed embedded server: always compute full batches, so that a sample's bits do not depend on its neighbours."""
+    server_command: tuple[str, ...] = ()
+    """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]."""
+    server_args: tuple[str, ...] = ()
+    """Managed sglang: further arguments of the server."""
+    start_timeout_s: Seconds = 120.0
+    request_timeout_s: Seconds = 120.0
+    """Deadline of one generate request, retries included."""
+
+
+class SyncSection(Section):
+    bucket_mb: Annotated[float, Field(gt=0)] = 256.0
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl where trainer and servers have devices of their own, else gloo through host memory."""
+    timeout_s: Seconds = 120.0
+    """Deadline of every control call and of every bucket."""
+
+
+class TrainSection(Section):
+    row_tokens: Positive = 4096
+    """Token budget of a packed row (a microbatch of one rank, before context parallelism splits it)."""
+
+
+class EvalSection(Section):
+    every: NonNegative = 0
+    """Steps between held-out evaluations (greedy, by the rollout server); 0: never."""
+    max_new_tokens: Positive = 24
+
+
+class CheckpointSection(Section):
+    every: NonNegative = 0
+    """Steps between checkpoints; one is always written at the end. 0: only there."""
+    keep: Positive = 2
+    """Newest checkpoints kept; older ones are removed only after a newer one is complete."""
+
+
+class MonitorSection(Section):
+    tensorboard: bool = True
+    samples_per_step: NonNegative = 8
+    """Samples of a step kept readable for ``megarl samples``."""
+    record_rollouts: bool = False
+    """Keep every step's rollouts under rollouts/, for ``train_only`` runs."""
+
+
+class Config(Section):
+    run: RunSection
+    model: ModelSection
+    algo: AlgoSection
+    optim: OptimSection
+    parallel: ParallelSection = ParallelSection()
+    precision: PrecisionSection = PrecisionSection()
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    sync: SyncSection = SyncSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    monitor: MonitorSection = MonitorSection()

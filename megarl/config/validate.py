@@ -1,0 +1,186 @@
+"""What several settings imply together: every contradiction of a run, before anything is started.
+
+Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
+``layout.py`` (model against parallel axes), ``files.py`` (paths), ``unused.py`` (no effect), and
+here batches, schedules, modes, servers and devices.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from megarl.config.files import file_problems
+from megarl.config.layout import Dims, layout_problems
+from megarl.config.schema import Config
+from megarl.config.unused import unused_settings
+from megarl.errors import ConfigError, Problem
+
+_SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
+
+
+def validate(
+    config: Config,
+    *,
+    world_size: int | None,
+    num_gpus: int,
+    hf_config: Mapping[str, Any] | None,
+    supported_models: Collection[str] | None = None,
+    check_paths: bool = True,
+) -> None:
+    """Raise ConfigError with everything that is wrong; return None if nothing is.
+
+    ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
+    ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
+    ``supported_models``: the values of model_type that can be trained, None: not checked.
+    """
+    problems = [
+        *_mode(config),
+        *layout_problems(config, world_size, hf_config),
+        *_model(config, hf_config, supported_models),
+        *_batch(config),
+        *_schedule(config),
+        *_lengths(config, hf_config),
+        *_servers(config),
+        *_devices(config, num_gpus),
+        *(file_problems(config) if check_paths else ()),
+        *unused_settings(config, None if hf_config is None else Dims.of(hf_config).experts),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def optimizer_steps(config: Config) -> int:
+    """Optimizer steps of the whole run: the learning-rate schedule's clock."""
+    return config.run.steps * config.algo.minibatches
+
+
+def _mode(config: Config) -> Iterator[Problem]:
+    mode, data = config.run.mode, config.data
+    source = _SOURCE[mode]
+    if getattr(data, source) is None:
+        yield Problem(f"data.{source}", "nothing", f"a path: run.mode={mode} reads it")
+    policy = config.algo.policy.name
+    if (policy == "sft") != (mode == "sft"):
+        accepted = "sft" if mode == "sft" else "gspo, ppo_clip, sapo or reinforce"
+        yield Problem("algo.policy.name", policy, f"{accepted}, as run.mode={mode}")
+    if mode != "rl":
+        return
+    if config.eval.every and data.heldout is None:
+        yield Problem("data.heldout", "nothing", f"a file: eval.every={config.eval.every} reads it")
+    prompts, heldout = data.prompts, data.heldout
+    if prompts and heldout and prompts.resolve() == heldout.resolve():
+        yield Problem(
+            "data.heldout", "the file of data.prompts", "prompts that are never trained on"
+        )
+    if data.samples_per_prompt == 1:
+        accepted = (
+            f"at least 2: algo.advantage={config.algo.advantage} compares samples of a prompt"
+        )
+        yield Problem("data.samples_per_prompt", "1", accepted)
+
+
+def _model(
+    config: Config, hf: Mapping[str, Any] | None, supported: Collection[str] | None
+) -> Iterator[Problem]:
+    if hf is None or supported is None or not hf.get("model_type"):
+        return
+    if hf["model_type"] not in supported:
+        found = f"{config.model.hf}, whose model_type is {hf['model_type']}"
+        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}")
+
+
+def _batch(config: Config) -> Iterator[Problem]:
+    data, minibatches, dp = config.data, config.algo.minibatches, config.parallel.dp
+    if config.run.mode == "train_only":  # the recording decides how many samples a step has
+        return
+    if data.prompts_per_step % minibatches:
+        accepted = f"a multiple of algo.minibatches = {minibatches}"
+        yield Problem("data.prompts_per_step", str(data.prompts_per_step), accepted)
+    per_prompt = data.samples_per_prompt if config.run.mode == "rl" else 1
+    if data.prompts_per_step * per_prompt < dp * minibatches:
+        found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
+        accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
+        yield Problem("data.prompts_per_step", found, accepted)
+
+
+def _schedule(config: Config) -> Iterator[Problem]:
+    optim, total = config.optim, optimizer_steps(config)
+    for i, beta in enumerate(optim.betas):
+        if not 0 <= beta < 1:
+            yield Problem(f"optim.betas[{i}]", str(beta), "a number >= 0 and < 1")
+    decay = round(optim.decay_fraction * total)
+    if optim.warmup_steps >= total or optim.warmup_steps + decay > total:
+        falling = f", the last {decay} of which fall (optim.decay_fraction)" if decay else ""
+        accepted = f"less than the run's {total} optimizer steps{falling}"
+        yield Problem("optim.warmup_steps", str(optim.warmup_steps), accepted)
+
+
+def _lengths(config: Config, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
+    """A sample must fit its row, and a managed server's sequence the prompt and the response."""
+    if config.run.mode != "rl":
+        return
+    rollout, row = config.rollout, config.train.row_tokens
+    wanted = {"rollout.max_new_tokens": rollout.max_new_tokens}
+    if config.eval.every and config.data.heldout is not None:
+        wanted["eval.max_new_tokens"] = config.eval.max_new_tokens
+    if rollout.urls:
+        if row <= rollout.max_new_tokens:
+            accepted = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}, plus a prompt"
+            yield Problem("train.row_tokens", str(row), accepted)
+        return
+    for key, tokens in wanted.items():
+        if tokens >= rollout.context_length:
+            accepted = (
+                f"less than rollout.context_length = {rollout.context_length}, minus a prompt"
+            )
+            yield Problem(key, str(tokens), accepted)
+    if row < rollout.context_length:
+        accepted = (
+            f"at least rollout.context_length = {rollout.context_length}: a sample fits a row"
+        )
+        yield Problem("train.row_tokens", str(row), accepted)
+    limit = (hf or {}).get("max_position_embeddings")
+    if isinstance(limit, int) and rollout.context_length > limit:
+        accepted = f"at most max_position_embeddings = {limit} of the model"
+        yield Problem("rollout.context_length", str(rollout.context_length), accepted)
+
+
+def _servers(config: Config) -> Iterator[Problem]:
+    rollout = config.rollout
+    if config.run.mode != "rl":
+        return
+    if rollout.engine == "sglang" and not rollout.urls and not rollout.server_command:
+        accepted = "the command that starts SGLang, or rollout.urls of servers that run"
+        yield Problem("rollout.server_command", "nothing", accepted)
+    for i, url in enumerate(rollout.urls):
+        if not _is_server_url(url):
+            yield Problem(f"rollout.urls[{i}]", url, "http://host:port")
+        elif url.rstrip("/") in {other.rstrip("/") for other in rollout.urls[:i]}:
+            yield Problem(f"rollout.urls[{i}]", f"{url} again", "each server once")
+    if rollout.port > 65535:
+        yield Problem("rollout.port", str(rollout.port), "0 (any) to 65535")
+
+
+def _is_server_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:  # a port that is none, a bracket left open
+        return False
+    plain = not (parts.query or parts.fragment or parts.username or parts.path.strip("/"))
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(port) and plain
+
+
+def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:
+    """NCCL wants a device of its own for every member of a group: trainer ranks and server."""
+    if config.run.mode != "rl" or config.sync.backend != "nccl":
+        return
+    p = config.parallel
+    ranks = p.tp * p.pp * p.cp * p.dp
+    servers = 0 if config.rollout.urls else 1
+    if num_gpus < ranks + servers:
+        found = f"nccl with {num_gpus} devices"
+        accepted = (
+            f"gloo, or {ranks + servers} devices ({ranks} ranks and {servers} managed server)"
+        )
+        yield Problem("sync.backend", found, accepted)

@@ -1,0 +1,81 @@
+"""The layout of the trainer ranks: one owner of every parallel degree.
+
+=====  =====================================================================================
+axis   what it splits
+=====  =====================================================================================
+tp     every weight matrix by rows or columns; with tp > 1 activations between them by
+       sequence ("sequence parallel")
+pp     the layers, into consecutive stages
+cp     the tokens of every sequence: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r
+dp     the batch
+ep     the experts of a layer; taken out of the tp * cp * dp ranks of a stage
+etp    one expert's matrices, as tp does for the others
+=====  =====================================================================================
+
+Rank order is Megatron's ("tp-cp-ep-dp-pp"): tp varies fastest, pp slowest. Inside a stage of
+tp * cp * dp ranks the expert grid is etp fastest, then ep, then the expert data-parallel ranks.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where one rank sits."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Degrees of parallelism. Divisibility is checked in ``config/validate.py``."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    dp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks that hold one pipeline stage."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def world_size(self) -> int:
+        return self.stage_size * self.pp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.tp > 1
+
+    @property
+    def segment_multiple(self) -> int:
+        """A sequence's padded length must divide by it: context parallelism cuts it into 2 * cp chunks."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """A row's padded length must divide by it: sequence parallelism cuts each cp share into tp parts."""
+        return self.segment_multiple * self.tp
+
+    def coordinates(self, rank: int) -> Coordinates:
+        stage, inner = divmod(rank, self.stage_size)
+        return Coordinates(
+            tp=inner % self.tp,
+            cp=inner // self.tp % self.cp,
+            dp=inner // (self.tp * self.cp),
+            pp=stage,
+            etp=inner % self.etp,
+            ep=inner // self.etp % self.ep,
+        )
+
+    def sender(self, stage: int) -> int:
+        """The rank that sends stage ``stage``'s weights to the rollout servers."""
+        return stage * self.stage_size

@@ -1,0 +1,10 @@
+"""Tensor operators with a compiled kernel and a pure-torch reference of the same meaning.
+
+One file an op: signature, equation, reference, shape function, gradient. The reference is the
+specification; the kernel, where one is loaded for the device, is only faster.
+"""
+
+from megarl.ops._native import native_library
+from megarl.ops.segment_sum import segment_sum, segment_sum_ref
+
+__all__ = ["native_library", "segment_sum", "segment_sum_ref"]

@@ -1,0 +1,79 @@
+"""The seams: what siblings know of each other. ``loop.py`` is the only place where implementations meet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from megarl.types import Metric, Prompt, Rollouts, StepMetrics, SyncReceipt, TensorSpec, TrainPlan
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+class WeightSource(Protocol):
+    """The trainer's weights under Hugging Face names. Collective: every rank iterates, stage by stage."""
+
+    def spec(self) -> list[TensorSpec]:
+        """Every tensor of this rank's pipeline stage, in the order of ``buckets``."""
+        ...
+
+    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
+        """Lists of (HF name, tensor) of at most ``max_bytes`` unless one tensor alone is larger.
+
+        All ranks of the stage iterate (gathers inside); only the stage's sender gets non-empty lists.
+        """
+        ...
+
+
+class WeightSink(Protocol):
+    """One server, as a weight push sees it: a closed vocabulary of control operations."""
+
+    name: str
+
+    def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """``op``: begin, join_group, leave_group, receive, load_path, digest, commit.
+
+        Raises ServerError when the server refuses, does not answer in time or answers success=false.
+        """
+        ...
+
+
+class Transport(Protocol):
+    def connect(self, source: WeightSource, sinks: Sequence[WeightSink]) -> None: ...
+
+    def push(self, version: int) -> SyncReceipt | None:
+        """Collective. The receipt on rank 0, None elsewhere. Raises SyncError; a failed push is never silent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Actor(Protocol):
+    """A model in training, in whatever layout. Collective: every rank calls in the same order."""
+
+    def logprobs(self, plan: TrainPlan) -> StepMetrics:
+        """Fill ``old_logprobs`` of every row with the current weights' log-probs (last stage only)."""
+        ...
+
+    def train(self, plan: TrainPlan) -> StepMetrics: ...
+
+    def weights(self) -> WeightSource: ...
+
+
+class Collector(Protocol):
+    def collect(self, prompts: Sequence[Prompt], step: int) -> Rollouts: ...
+
+
+class Reward(Protocol):
+    """Scores one response. ``text`` is the decoded response without the end token."""
+
+    def __call__(self, text: str, payload: Mapping[str, Any], finished: bool) -> float: ...
+
+
+class MetricSink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+__all__ = ["Actor", "Bucket", "Collector", "Metric", "MetricSink", "Reward", "Transport", "WeightSink", "WeightSource"]

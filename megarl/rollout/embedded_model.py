@@ -1,0 +1,296 @@
+"""A transformers causal language model that decodes many sequences at once from slots.
+
+1. A slot holds one sequence's keys and values, position by position from 0. Nothing is left-padded.
+2. The unit of work is a row: one token with its position and its slot. Its keys and values are written
+   to (slot, position), then it attends to its slot up to its position. A prompt is therefore several
+   rows of one step, as good as several steps; rows of different sequences mix freely.
+3. Fixed shape: every step has `num_slots` rows and attends over `context_length` keys; rows without work
+   compute token 0 in a spare slot. Experts are computed densely (every expert for every row, then masked
+   by the router's weights), so no shape depends on the routing. All operations act on rows alone, so
+   a row's bits depend on its own token, position and slot content only. `check_rows_agree` verifies that
+   this holds for this machine's kernels, whatever the row's place in the batch.
+4. Otherwise a step has as many rows as there is work, attends no further than needed, and a long prompt
+   goes through in one piece (`forward_chunk`).
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from megarl.errors import ConfigError, DataError, Problem
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DENSE_EXPERTS = "megarl_dense"
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in a local Hugging Face folder. Never downloads, never runs code from the folder.
+
+    Raises ConfigError when it is no such folder, DataError when weights are missing or do not fit.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError([Problem("model", str(folder), "a Hugging Face folder with config.json")])
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{folder}: the model cannot be loaded: {error}") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        names = sorted(map(str, report.get(kind, ())))
+        if names:
+            raise DataError(f"{folder}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}")
+    if report.get("unexpected_keys"):
+        log.warning("%s: not used: %s", folder, sorted(map(str, report["unexpected_keys"]))[:3])
+    return model.to(device).eval().requires_grad_(False)
+
+
+class SlotCache(Cache):
+    """Keys and values of `num_slots` sequences and of one spare slot that idle rows write to."""
+
+    def __init__(self, num_slots: int, length: int) -> None:
+        super().__init__(layers=[])
+        self.spare = num_slots
+        self._length = length
+        self._keys: dict[int, torch.Tensor] = {}  # layer -> [num_slots + 1, heads, length, head size]
+        self._values: dict[int, torch.Tensor] = {}
+        self._slots = self._positions = torch.zeros(0, dtype=torch.long)
+        self._kv_length = length
+        self._in_place = False
+
+    def aim(
+        self, slots: torch.Tensor, positions: torch.Tensor, kv_length: int, *, in_place: bool
+    ) -> None:
+        """Where the next forward writes (entry by entry) and how far it reads.
+
+        `in_place`: row i reads slot i, so nothing needs to be gathered. One slot with several positions
+        is a chunk: that slot is read once for all of them.
+        """
+        self._slots, self._positions = slots, positions
+        self._kv_length, self._in_place = kv_length, in_place
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`key`, `value` [rows, heads, 1, size], or [1, heads, n, size] of a chunk. Writes, then reads."""
+        return (
+            self._through(self._keys, layer_idx, key),
+            self._through(self._values, layer_idx, value),
+        )
+
+    def _through(self, stores: dict[int, torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
+        if layer not in stores:
+            shape = (self.spare + 1, new.shape[1], self._length, new.shape[3])
+            stores[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
+        store = stores[layer]
+        chunk = new.shape[0] == 1 and new.shape[2] > 1
+        store[self._slots, :, self._positions] = new[0].transpose(0, 1) if chunk else new[:, :, 0]
+        if self._in_place:
+            return store[: new.shape[0], :, : self._kv_length]
+        slots = self._slots[:1] if chunk else self._slots
+        return store[slots, :, : self._kv_length]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions and masks are always given
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._kv_length, 0
+
+    def clear(self, slots: list[int] | None = None) -> None:
+        """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later one."""
+        for store in (*self._keys.values(), *self._values.values()):
+            if slots is None:
+                store.zero_()
+            else:
+                store[torch.tensor(slots, device=store.device)] = 0
+
+
+class SlotModel:
+    """A loaded model with its slots: rows in, logits and routing out."""
+
+    def __init__(
+        self, folder: Path, *, num_slots: int, context_length: int, dtype: str, fixed_shape: bool
+    ) -> None:
+        if dtype not in DTYPES:
+            raise ConfigError([Problem("dtype", dtype, " or ".join(DTYPES))])
+        self.folder, self.num_slots, self.fixed_shape = folder, num_slots, fixed_shape
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._dtype = DTYPES[dtype]
+        self.module = load_model(folder, self._dtype, self.device)
+        self.config = self.module.config.get_text_config()
+        self.context_length = context_length
+        self.vocab_size: int = self.config.vocab_size
+        self.eos_ids = _eos_ids(folder, self.module)
+        self._routing: list[torch.Tensor] = []
+        self._experts = [m for m in self.module.modules() if _is_experts(m)]
+        self._check_supported()
+        for experts in self._experts:
+            experts.register_forward_pre_hook(self._record_routing, with_kwargs=True)
+        if fixed_shape and self._experts:
+            self.module.set_experts_implementation(_DENSE_EXPERTS)
+        self.cache = SlotCache(num_slots, context_length)
+
+    @property
+    def has_routing(self) -> bool:
+        return bool(self._experts)
+
+    @torch.inference_mode()
+    def forward_rows(
+        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], slots: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, NDArray[np.int32] | None]:
+        """`tokens`, `positions`, `slots` [n]; slot `num_slots` marks an idle row.
+
+        Returns logits f32 [n, V] and the experts of every row [n, M, K] (None without experts).
+        """
+        n = len(tokens)
+        in_place = bool(np.all((slots == np.arange(n)) | (slots == self.num_slots)))
+        kv_length = self.context_length if self.fixed_shape else int(positions.max()) + 1
+        place = torch.from_numpy(positions).to(self.device)
+        self.cache.aim(
+            torch.from_numpy(slots).to(self.device), place, kv_length, in_place=in_place
+        )
+        visible = torch.arange(kv_length, device=self.device)[None] <= place[:, None]
+        ids = torch.from_numpy(tokens).to(self.device)[:, None]
+        logits = self._forward(ids, place[:, None], visible[:, None, None])
+        return logits[:, 0].float(), self._take_routing()
+
+    @torch.inference_mode()
+    def forward_chunk(
+        self, tokens: NDArray[np.int64], start: int, slot: int, *, all_logits: bool
+    ) -> tuple[torch.Tensor, NDArray[np.int32] | None]:
+        """Consecutive tokens of one sequence from position `start` on; logits of all or of the last."""
+        end = start + len(tokens)
+        place = torch.arange(start, end, device=self.device)
+        slots = torch.full((len(tokens),), slot, device=self.device)
+        self.cache.aim(slots, place, end, in_place=False)
+        visible = torch.arange(end, device=self.device)[None] <= place[:, None]
+        ids = torch.from_numpy(tokens).to(self.device)[None]
+        logits = self._forward(ids, place[None], visible[None, None], keep=0 if all_logits else 1)
+        return logits[0].float(), self._take_routing()
+
+    def check_rows_agree(self) -> None:
+        """Computes one sequence in every row, in place and gathered, and demands equal bits everywhere."""
+        tokens = np.array([1 % self.vocab_size, 2 % self.vocab_size])
+        order = np.arange(self.num_slots)
+        outputs = []
+        for slots in (order, np.roll(order, 1)):
+            for position, token in enumerate(tokens[: self.context_length]):
+                full = np.full(self.num_slots, token), np.full(self.num_slots, position)
+                logits, _ = self.forward_rows(*full, slots)
+            outputs.append(logits)
+        self.cache.clear()
+        if not torch.equal(outputs[0], outputs[1]) or not (outputs[0] == outputs[0][:1]).all():
+            raise ConfigError(
+                [Problem("fixed_shape", "true", "false: kernels here give a row bits by its place")]
+            )
+
+    def load_folder(self, folder: Path) -> None:
+        """New weights from another folder of the same model; the old ones stay if that one is bad."""
+        fresh = load_model(folder, self._dtype, self.device).state_dict()
+        have = self.module.state_dict(keep_vars=True)
+        unlike = [
+            name
+            for name in fresh.keys() | have.keys()
+            if name not in have or name not in fresh or have[name].shape != fresh[name].shape
+        ]
+        if unlike:
+            raise DataError(f"{folder} is another model: {min(unlike)} does not fit")
+        with torch.no_grad():
+            for name, tensor in fresh.items():
+                have[name].copy_(tensor)
+        self.folder = folder
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, keep: int = 0
+    ) -> torch.Tensor:
+        self._routing.clear()
+        out = self.module(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        )
+        return out.logits
+
+    def _record_routing(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._routing.append(kwargs["top_k_index"] if "top_k_index" in kwargs else args[1])
+
+    def _take_routing(self) -> NDArray[np.int32] | None:
+        if not self._experts:
+            return None
+        return torch.stack(self._routing, dim=1).to(torch.int32).cpu().numpy()
+
+    def _check_supported(self) -> None:
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        problems = []
+        if kinds != {"full_attention"} or getattr(self.config, "sliding_window", None):
+            problems.append(Problem("model", f"attention {sorted(kinds)}", "full attention only"))
+        if self.fixed_shape and not all(_is_dense_capable(e) for e in self._experts):
+            problems.append(
+                Problem("fixed_shape", "true", "false: this model's experts have no dense form here")
+            )
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if longest is not None and self.context_length > longest:
+            problems.append(Problem("context_length", str(self.context_length), f"up to {longest}"))
+        if problems:
+            raise ConfigError(problems)
+
+
+def _dense_experts(
+    experts: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Every expert for every row as two matrix products; the router's weights, 0 where an expert was not
+    chosen, scale between them, so the second product also sums over the experts.
+
+    `hidden` [n, H]; `index`, `weights` [n, K].
+    """
+    rows, width = hidden.shape
+    share = hidden.new_zeros(rows, experts.num_experts).scatter_(1, index, weights.to(hidden.dtype))
+    inner = F.linear(hidden, experts.gate_up_proj.reshape(-1, width))
+    inner = experts._apply_gate(inner.view(rows, experts.num_experts, -1)) * share[..., None]
+    down = experts.down_proj.transpose(1, 2).reshape(-1, width)  # [E * I, H]
+    return inner.view(rows, -1) @ down
+
+
+ALL_EXPERTS_FUNCTIONS.register(_DENSE_EXPERTS, _dense_experts)
+
+
+def _is_experts(module: torch.nn.Module) -> bool:
+    return hasattr(module, "down_proj") and hasattr(module, "num_experts")
+
+
+def _is_dense_capable(experts: torch.nn.Module) -> bool:
+    gated = getattr(experts, "has_gate", False) and hasattr(experts, "_apply_gate")
+    plain = not getattr(experts, "has_bias", False) and not getattr(experts, "is_transposed", False)
+    return gated and plain and getattr(experts, "is_concatenated", False)
+
+
+def _eos_ids(folder: Path, module: PreTrainedModel) -> frozenset[int]:
+    """From generation_config.json where there is one, else from config.json."""
+    source: GenerationConfig | AutoConfig = module.config
+    if (folder / "generation_config.json").is_file():
+        source = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    value = source.eos_token_id
+    if value is None:
+        value = module.config.eos_token_id
+    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])

@@ -1,0 +1,103 @@
+"""The run directory: the names of everything in it, and the rule that one run owns one directory.
+
+::
+
+    config.yaml           the settings as given (loadable again)      config.resolved.json   every setting
+    run.lock              held (flock) by rank 0 while the run lives
+    logs/rank_N.log server_K.log torchrun.log                         errors/rank_N.json     first error of a rank
+    metrics.jsonl         tensorboard/   report.html
+    samples/step_N.jsonl  rollouts/step_N.safetensors                 checkpoints/step_N/
+    server_K.json         {"url", "pid", "host"} of a managed server  server.key             mode 0600
+"""
+
+import fcntl
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from megarl.errors import RunError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def resolved_config(self) -> Path:
+        return self.root / "config.resolved.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def errors(self) -> Path:
+        return self.root / "errors"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def key(self) -> Path:
+        return self.root / "server.key"
+
+    def server(self, index: int) -> Path:
+        return self.root / f"server_{index}.json"
+
+    def holds_a_run(self) -> bool:
+        return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def lock(self) -> IO[str]:
+        """Own the directory until the returned file is closed (the system lets go if the process dies).
+
+        Raises RunError naming the holder when another live process has it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        handle = (self.root / "run.lock").open("a+")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            handle.seek(0)
+            holder = handle.read().strip() or "an unnamed process"
+            handle.close()
+            raise RunError(f"{self.root} is in use by {holder}; set run.dir to another directory, or end it") from e
+        handle.truncate(0)
+        handle.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+        handle.flush()
+        return handle
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write whole or not at all: readers never see half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(value, indent=1))
+    os.replace(part, path)

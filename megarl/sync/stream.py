@@ -1,0 +1,121 @@
+"""A weight push as a stream of named tensors: cut into buckets, laid flat, and accounted for by digests.
+
+1. A bucket is a list of (name, tensor). Every name goes into exactly one bucket, once.
+2. A bucket holds at most `max_bytes`; a tensor that is larger by itself travels alone.
+3. Flat, a bucket is its tensors' raw bytes one after another. A tensor begins at a multiple of its
+   item size, so wider types come first inside a bucket.
+4. A tensor's digest covers dtype, shape and bytes; a push's digest covers every name and its digest.
+   Both ends compute it on their own copy, so equal digests mean equal weights.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from megarl.errors import SyncError
+from megarl.protocols import Bucket
+from megarl.types import TensorSpec
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """sha256 of `dtype|shape|` and the bytes, e.g. of `float32|[2, 3]|` and 24 bytes. Hexadecimal."""
+    flat = tensor.detach().cpu().contiguous()
+    head = f"{dtype_name(flat.dtype)}|{list(flat.shape)}|".encode()
+    digest = hashlib.sha256(head)
+    digest.update(_bytes(flat).numpy())
+    return digest.hexdigest()
+
+
+def push_digest(digests: Mapping[str, str]) -> str:
+    """One digest for a whole push: sha256 over the lines `name digest`, sorted by name."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def bucketize(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+    """Cuts the stream into buckets of at most `max_bytes`; reads no further ahead than one tensor.
+
+    Raises SyncError when a name comes a second time.
+    """
+    seen: set[str] = set()
+    bucket: Bucket = []
+    size = 0
+    for name, tensor in tensors:
+        if name in seen:
+            raise SyncError(f"weights: {name} was produced twice in one push")
+        seen.add(name)
+        if bucket and size + tensor.nbytes > max_bytes:
+            yield _widest_first(bucket)
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield _widest_first(bucket)
+
+
+def specs_of(bucket: Bucket) -> list[TensorSpec]:
+    """What a receiver must know to take a bucket apart."""
+    return [TensorSpec(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in bucket]
+
+
+def flatten(bucket: Bucket) -> torch.Tensor:
+    """The bucket's bytes in order, as one u8 tensor on the tensors' device."""
+    _offsets(specs_of(bucket))
+    return torch.cat([_bytes(tensor.detach().contiguous()) for _, tensor in bucket])
+
+
+def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Bucket:
+    """Views into `flat` under their names: the reverse of `flatten`. Raises SyncError if they do not fit."""
+    offsets = _offsets(specs)
+    if flat.numel() != offsets[-1]:
+        raise SyncError(f"a bucket of {len(specs)} tensors has {flat.numel()} bytes, not {offsets[-1]}")
+    return [
+        (spec.name, flat[start:end].view(dtype_of(spec.dtype)).view(spec.shape))
+        for spec, start, end in zip(specs, offsets, offsets[1:], strict=False)
+    ]
+
+
+def num_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Bytes of all tensors together."""
+    return sum(_size(spec) for spec in specs)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises SyncError when torch has no such dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SyncError(f"dtype: found {name!r}; accepted: a torch dtype such as 'bfloat16'")
+    return dtype
+
+
+def _widest_first(bucket: Bucket) -> Bucket:
+    return sorted(bucket, key=lambda item: -item[1].element_size())  # stable: order kept in one dtype
+
+
+def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
+    """Where each tensor begins, and the end of the last."""
+    offsets = [0]
+    for spec in specs:
+        if offsets[-1] % dtype_of(spec.dtype).itemsize:
+            raise SyncError(
+                f"{spec.name}: begins at byte {offsets[-1]} of its bucket, which is no multiple of "
+                f"the size of {spec.dtype}; put wider types first"
+            )
+        offsets.append(offsets[-1] + _size(spec))
+    return offsets
+
+
+def _size(spec: TensorSpec) -> int:
+    count = 1
+    for extent in spec.shape:
+        count *= extent
+    return count * dtype_of(spec.dtype).itemsize
+
+
+def _bytes(contiguous: torch.Tensor) -> torch.Tensor:
+    return contiguous.reshape(-1).view(torch.uint8)

@@ -1,0 +1,197 @@
+"""The vocabulary: every dataclass that crosses a package.
+
+Sizes: N samples in a step, G samples per prompt, L tokens of one sample (prompt + response), Lp prompt
+tokens, Lc = L - Lp response tokens, T tokens of a packed row (after padding), S segments in it, V vocabulary,
+M MoE layers, K routed experts a token.
+
+One sample's life, with real numbers (prompt ``3 + 5 - 2 = <think>``, ids 9 16 11 17 8 20 2; Lp=7)::
+
+    Prompt(id="p12", token_ids=(9, 16, 11, 17, 8, 20, 2), payload={"answer": "6"})
+      -> Completion(token_ids=[14, 17, 8, 3, 12, 1], logprobs=[-.1, ...], finish="stop", ...)        Lc=6
+      -> Sample(tokens=[9 ... 2 14 17 8 3 12 1], mask=[F]*7 + [T]*6, rewards=[1.0], correct=True)    L=13
+      -> one segment of a PackedBatch. Entry t of a row is about targets[t] = tokens[t + 1] ("target-aligned"):
+         tokens  9 16 11 17  8 20  2 14 17  8  3 12  1
+         targets 16 11 17 8 20  2 14 17  8  3 12  1  0
+         mask     F  F  F F  F  F  T  T  T  T  T  T  F      the last position of a segment is never trained
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked. ``payload`` is private to the task (answer, metadata) and never reaches a server."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens ``[start, end)`` were sampled by weights ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response as the server returned it; ``logprobs[t]`` is of ``token_ids[t]``, natural log, fp32."""
+
+    request_id: str
+    token_ids: NDArray[np.int32]  # [Lc]
+    logprobs: NDArray[np.float32]  # [Lc]
+    finish: Finish
+    version_spans: tuple[VersionSpan, ...]
+    routing: NDArray[np.int32] | None = None  # [L - 1, M, K]; the last token was never routed
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory with its reward: what is trained is what was sampled, token for token."""
+
+    prompt_id: str
+    group: int  # samples of one prompt in one step share it
+    index: int  # 0..G-1 inside the group
+    tokens: NDArray[np.int32]  # [L] prompt + response
+    mask: NDArray[np.bool_]  # [L] True where the token is trained
+    rollout_logprobs: NDArray[np.float32]  # [L] 0 where mask is False
+    rewards: NDArray[np.float32]  # [k] reward components; their sum is the reward
+    correct: bool  # raw correctness, before any shaping
+    truncated: bool
+    version_spans: tuple[VersionSpan, ...] = ()
+    routing: NDArray[np.int32] | None = None
+
+    @property
+    def reward(self) -> float:
+        return float(self.rewards.sum())
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass
+class PackedBatch:
+    """One row of packed sequences: a microbatch of one data-parallel rank. Target-aligned (module docstring).
+
+    Segments lie one after another; each is padded to a multiple the layout needs, and padding at the end of the
+    row is a segment of its own without a true token. Padding has ``valid`` and ``mask`` False and weight 0.
+    ``weight`` carries the whole normalisation from *global* counts: a loss is ``(per_token * weight).sum()``.
+    """
+
+    tokens: torch.Tensor  # i64 [T]
+    targets: torch.Tensor  # i64 [T]
+    positions: torch.Tensor  # i64 [T], restart at 0 in every segment
+    cu_seqlens: torch.Tensor  # i32 [S + 1] padded bounds; cu_seqlens[S] == T
+    lengths: torch.Tensor  # i32 [S] true tokens of every segment (0 for pure padding)
+    valid: torch.Tensor  # bool [T]
+    mask: torch.Tensor  # bool [T]
+    weight: torch.Tensor  # f32 [T]
+    advantages: torch.Tensor  # f32 [T]
+    rollout_logprobs: torch.Tensor  # f32 [T]
+    samples: tuple[int, ...]  # index in the step's sample list of every non-padding segment
+    old_logprobs: torch.Tensor | None = None  # f32 [T / cp] on the last pipeline stage, by the actor
+
+
+@dataclass
+class TrainPlan:
+    """What one data-parallel rank trains: ``steps[optimizer step][microbatch]``.
+
+    Every rank has the same number of microbatches in each step; a rank without data gets empty rows."""
+
+    steps: list[list[PackedBatch]]
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The row as a loss sees it, local to its context-parallel rank (``T`` here is T / cp)."""
+
+    logprobs: torch.Tensor  # f32 [T], with gradient
+    entropy: torch.Tensor  # f32 [T], with gradient
+    old_logprobs: torch.Tensor  # f32 [T]
+    rollout_logprobs: torch.Tensor  # f32 [T]
+    advantages: torch.Tensor  # f32 [T]
+    weight: torch.Tensor  # f32 [T]
+    mask: torch.Tensor  # bool [T]
+
+
+# ---- metrics: a value that knows how to reduce ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mean:
+    """``total / count`` after summing both over every rank and microbatch: never a mean of means."""
+
+    total: float
+    count: float
+
+
+@dataclass(frozen=True)
+class Sum:
+    value: float
+
+
+@dataclass(frozen=True)
+class Max:
+    value: float
+
+
+@dataclass(frozen=True)
+class Min:
+    value: float
+
+
+MetricValue = Mean | Sum | Max | Min
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named value, e.g. ``Metric("policy/entropy", Mean(total=-713.2, count=1021))``."""
+
+    name: str
+    value: MetricValue
+
+
+StepMetrics = list[Metric]
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor under its Hugging Face name; ``dtype`` like ``"bfloat16"``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SyncReceipt:
+    """Proof of one weight push: what the trainer sent and every server confirmed before it sampled again."""
+
+    version: int
+    tensors: int
+    num_bytes: int
+    seconds: float
+    digest: str
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """One step's samples of one collector, with what collecting them cost."""
+
+    samples: Sequence[Sample]
+    metrics: StepMetrics = field(default_factory=list)
