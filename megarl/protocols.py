@@ -5,22 +5,18 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.types import Metric, Prompt, Rollouts, StepMetrics, SyncReceipt, TensorSpec, TrainPlan
+from megarl.types import Metric, Prompt, Rollouts, StepMetrics, SyncReceipt, TrainPlan
 
 Bucket = list[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """The trainer's weights under Hugging Face names. Collective: every rank iterates, stage by stage."""
+    """The trainer's weights under Hugging Face names."""
 
-    def spec(self) -> list[TensorSpec]:
-        """Every tensor of this rank's pipeline stage, in the order of ``buckets``."""
-        ...
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, whole tensor) of this rank's pipeline stage, in a fixed order, on the stage's sender.
 
-    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Lists of (HF name, tensor) of at most ``max_bytes`` unless one tensor alone is larger.
-
-        All ranks of the stage iterate (gathers inside); only the stage's sender gets non-empty lists.
+        Collective: all ranks of the stage iterate to the end (gathers inside); the others get nothing.
         """
         ...
 

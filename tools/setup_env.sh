@@ -17,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv=$PWD/.venv stamps=$PWD/.venv/.stamps log=$PWD/.venv/setup.log
+venv=$PWD/.venv stamps=$PWD/.venv/.stamps
 
 main() {
   local group=${1:-run}
@@ -54,7 +54,7 @@ main() {
 
 create_venv() {
   # On an existing environment this keeps the packages and puts back what an interruption left out.
-  "$interpreter" -m venv "$venv" && pip install --upgrade pip
+  "$interpreter" -m venv "$venv" && pip install --upgrade pip 'setuptools>=77' ninja
 }
 
 install_torch() {  # install_torch VERSION
@@ -99,22 +99,25 @@ install_megarl() {
     return 1
   }
   # Without isolation: the build tools come from .venv, so that a rebuild needs no network.
-  pip install 'setuptools>=77' ninja &&
-    pip install -v --no-deps --no-build-isolation -e . &&
+  pip install -v --no-deps --no-build-isolation -e . &&
     MEGARL_REQUIRE_NATIVE=1 "$venv/bin/python" -c 'import megarl.ops'
 }
 
 # --- how a step runs ---------------------------------------------------------------------------------
 
 step() {  # step NAME KEY TITLE COMMAND...: run COMMAND unless NAME's stamp holds KEY
-  local name=$1 key=$2 title=$3 start=$SECONDS
+  local name=$1 key=$2 title=$3 start=$SECONDS log=$venv/setup-$1.log
   shift 3
   [[ ! -f $stamps/$name || $(<"$stamps/$name") != "$key" ]] || return 0
   rm -f "$stamps/$name"
-  touch "$stamps/unfinished"
+  # The last step alone touches no package but megarl: interrupted, it is simply repeated.
+  [[ $name == package ]] || touch "$stamps/unfinished"
   say "$title ..."
-  if ! "$@" 3>&1 >>"$log" 2>&1; then
-    tail -n 40 "$log" >&2
+  if ! "$@" 3>&1 >"$log" 2>&1; then
+    # A compiler's complaint stands far above the end of what pip prints.
+    grep -m 10 ' error: ' "$log" >&2 || true
+    echo "..." >&2
+    tail -n 15 "$log" >&2
     die "$title: failed; the whole output is in $log"
   fi
   echo "$key" >"$stamps/$name"
@@ -164,7 +167,7 @@ PY
   if [[ -n $broken ]]; then
     say "incomplete, to be installed again:" $broken
     # shellcheck disable=SC2086  # package names
-    pip uninstall -y $broken >>"$log" 2>&1 || die "cannot remove them: see $log, or remove $venv"
+    pip uninstall -q -y $broken || die "they cannot be removed: remove $venv, then repeat"
   fi
   find "$stamps" -type f -delete
 }
@@ -178,7 +181,7 @@ choose_python() {
     supported "$candidate" && { echo "$candidate"; return; }
   done
   die "Python 3.11 or 3.12 is needed, and ${PYTHON:-python3} is" \
-    "$("${PYTHON:-python3}" -V 2>&1 || echo missing): set PYTHON to one"
+    "$("${PYTHON:-python3}" -V 2>/dev/null || echo missing): set PYTHON to one"
 }
 
 supported() {

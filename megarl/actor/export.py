@@ -14,8 +14,6 @@ from megarl.actor.model import padded_vocab
 from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
-from megarl.protocols import Bucket
-from megarl.types import TensorSpec
 
 
 class MegatronWeights:
@@ -26,26 +24,6 @@ class MegatronWeights:
         self.mapping = mapping_for(spec, padded_vocab(spec))
         self.experts = spec.experts
         self.sender = parallel.mesh.sender(parallel.at.pp)
-
-    def spec(self) -> list[TensorSpec]:
-        """Every tensor of this stage; collective as ``buckets`` is. Empty on ranks that do not send."""
-        return [
-            TensorSpec(name, tuple(t.shape), str(t.dtype).removeprefix("torch."))
-            for bucket in self.buckets(max_bytes=1 << 62)
-            for name, t in bucket
-        ]
-
-    def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        bucket: Bucket = []
-        size = 0
-        for name, tensor in self.tensors():
-            if bucket and size + tensor.nbytes > max_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((name, tensor))
-            size += tensor.nbytes
-        if bucket:
-            yield bucket
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's groups."""

@@ -1,7 +1,6 @@
 """Process groups of the trainer: torch.distributed and Megatron's parallel state, from a ``Mesh``."""
 
 import datetime
-import os
 from dataclasses import dataclass
 
 import torch
@@ -41,18 +40,18 @@ class Parallel:
         return self.last_stage and self.at.tp == 0
 
 
-def init_parallel(mesh: Mesh, *, seed: int, timeout_s: float) -> Parallel:
-    """Join the job torchrun started (or a job of one) and build every group. Collective."""
+def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: float) -> Parallel:
+    """Build every group of the layout. Collective over the mesh.
+
+    A default process group must exist unless the mesh is one rank; ``local_rank`` chooses the CUDA device.
+    """
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-        else:
-            store = dist.HashStore()
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     assert dist.get_world_size() == mesh.world_size, (dist.get_world_size(), mesh)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,

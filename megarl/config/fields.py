@@ -8,6 +8,7 @@ import difflib
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -74,9 +75,10 @@ def section(info: FieldInfo) -> Model | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def settings(model: Model = Config, prefix: str = "", member: str | None = None) -> list[Setting]:
+@cache
+def settings() -> tuple[Setting, ...]:
     """Every leaf; an option of several union members appears once for each."""
-    return list(_walk(model, prefix, member))
+    return tuple(_walk(Config, "", None))
 
 
 def _walk(model: Model, prefix: str, member: str | None) -> Iterator[Setting]:

@@ -214,11 +214,11 @@ def _suggest(place: fields.Place) -> str:
     if owners and place.member:
         only = f"an option of the policy {', '.join(owners)} only"
         return f"{only}; {place.member} has: {', '.join(siblings)}"
-    if near := fields.nearest(name, siblings):
-        return f"did you mean {prefix}{near}? {known}"
     if any(s.key == f"{prefix}{name}" for s in every):  # a dotted key written as one word in YAML
         above, _, last = name.rpartition(".")
         return f"{last}: on a line of its own, indented below {above}:"
+    if near := fields.nearest(name, siblings):
+        return f"did you mean {prefix}{near}? {known}"
     by_name = {s.key.rpartition(".")[2]: s.key for s in reversed(every) if s.member is None}
     if near := fields.nearest(name, list(by_name)):
         return f"did you mean {by_name[near]}? {known}"

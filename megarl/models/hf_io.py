@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,7 +179,7 @@ def write_checkpoint(
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-    _sync_directory(out.parent)
+    _sync(out.parent)
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -317,28 +317,23 @@ def _plan_shard(file: str, specs: Sequence[TensorSpec]) -> _Shard:
 def _write_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], shards: list[_Shard]
 ) -> None:
-    waiting = {name: (shard, *place) for shard in shards for name, place in shard.specs.items()}
-    names = list(waiting)
-    files = {shard.file: (folder / shard.file).open("wb") for shard in shards}
-    try:
-        for shard in shards:
-            files[shard.file].write(shard.header)
-            files[shard.file].truncate(shard.size)
-        for name, tensor in tensors:
-            if name not in waiting:
-                why = "came twice" if name in names else "is not part of the announced model"
-                raise DataError(f"tensor {name} {why}")
-            shard, spec, offset = waiting.pop(name)
-            _write_tensor(files[shard.file], tensor, spec, offset)
-        if waiting:
-            first = ", ".join(list(waiting)[:5])
-            raise DataError(f"{len(waiting)} announced tensors never came: {first}")
-        for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        for file in files.values():
-            file.close()
+    waiting = {
+        name: (shard.file, *place) for shard in shards for name, place in shard.specs.items()
+    }
+    names = set(waiting)
+    for shard in shards:
+        with (folder / shard.file).open("wb") as file:
+            file.write(shard.header)
+            file.truncate(shard.size)
+    for name, tensor in tensors:
+        if name not in waiting:
+            why = "came twice" if name in names else "is not part of the announced model"
+            raise DataError(f"tensor {name} {why}")
+        file_name, spec, offset = waiting.pop(name)
+        _write_tensor(folder / file_name, tensor, spec, offset)
+    if waiting:
+        first = ", ".join(list(waiting)[:5])
+        raise DataError(f"{len(waiting)} announced tensors never came: {first}")
     if len(shards) > 1:
         total = sum(_nbytes(spec) for shard in shards for spec, _ in shard.specs.values())
         index = {
@@ -346,16 +341,19 @@ def _write_tensors(
             "weight_map": {name: shard.file for shard in shards for name in shard.specs},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    for shard in shards:
+        _sync(folder / shard.file)
 
 
-def _write_tensor(file: IO[bytes], tensor: Tensor, spec: TensorSpec, offset: int) -> None:
+def _write_tensor(path: Path, tensor: Tensor, spec: TensorSpec, offset: int) -> None:
     if tuple(tensor.shape) != spec.shape or tensor.dtype != _NAMES[spec.dtype]:
         found = f"{list(tensor.shape)} {tensor.dtype}"
         announced = f"{list(spec.shape)} {spec.dtype}"
         raise DataError(f"tensor {spec.name}: found {found}; announced {announced}")
-    file.seek(offset)
-    if tensor.numel():
-        file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(raw.numpy().data)
 
 
 def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
@@ -378,9 +376,9 @@ def _nbytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * _NAMES[spec.dtype].itemsize
 
 
-def _sync_directory(folder: Path) -> None:
-    """Make a rename durable: the directory entry itself must reach the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -8,11 +8,11 @@ two inverse pairs, and all of them only move elements, so each way is exact bit 
 
 Parameters are called by the names of a GPTModel that holds the whole model. Under pipeline or
 expert parallelism a rank numbers its own layers and experts from 0; turning those into the global
-layer and the global expert id is the caller's business (actor/names.py). Both spellings of Megatron
-are understood, the local layer spec's and Transformer Engine's (fused layer norms, grouped experts).
-Experts are split over the expert tensor-parallel ranks: where ``is_expert`` says so, the caller
-passes etp's rank and size as ``tp_rank`` and ``tp_size``. Splitting experts over EP needs nothing:
-an expert is a parameter of its own.
+layer and the global expert id is the caller's business (actor/names.py). Both spellings of
+Megatron are understood: the local layer spec's, and Transformer Engine's with its fused layer norms
+and grouped experts. Experts are split over the expert tensor-parallel ranks: where ``is_expert``
+says so, the caller passes etp's rank and size as ``tp_rank`` and ``tp_size``. Splitting experts
+over EP needs nothing: an expert is a parameter of its own.
 
 Padding rows of the vocabulary exist only in Megatron: zero on import, dropped on export. Zero rows
 give logit 0, not minus infinity: whoever computes a softmax must leave columns >= vocab out.
@@ -166,7 +166,7 @@ class Rule:
     ``where``: model (once), layer (every layer), dense or moe (layers of that kind), expert (every
     expert of every MoE layer). ``{L}`` and ``{E}`` stand for the layer and the expert.
     ``megatron``: the spellings, any of which may occur. ``hf``: (name, dims), dims by ``dims_of``.
-    ``tied_to``: the HF tensor that stands in when the embeddings are tied; nothing is exported then.
+    ``tied_to``: the HF tensor that stands in when embeddings are tied; nothing is exported then.
     """
 
     where: Literal["model", "layer", "dense", "moe", "expert"]
@@ -206,7 +206,7 @@ class ModelMapping:
         return tuple(hf for hf, _ in match.hf(self._dims))
 
     def exported(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
-        """(HF name, shape) of what ``to_hf(name, ...)`` returns; nothing for a tied output layer."""
+        """(HF name, shape) of what ``to_hf(name, ...)`` returns; none for a tied output layer."""
         match = self._match(name)
         return [] if match.rule.tied_to and self.spec.tie_embeddings else match.hf(self._dims)
 
@@ -254,10 +254,13 @@ class ModelMapping:
             assert tuple(tensor.shape) == shape, (name, hf, tuple(tensor.shape), shape, len(shards))
         return [(hf, t.contiguous()) for (hf, _), t in zip(exported, tensors, strict=True)]
 
-    def hf_spec(self) -> list[TensorSpec]:
-        """Every tensor of the model's HF checkpoint with its shape, in the order of the layers."""
+    def hf_spec(self, dtype: str | None = None) -> list[TensorSpec]:
+        """Every tensor of the model's HF checkpoint, in the order of the layers.
+
+        ``dtype``: of the checkpoint meant; default the one config.json declares.
+        """
         return [
-            TensorSpec(name, shape, self.spec.dtype)
+            TensorSpec(name, shape, dtype or self.spec.dtype)
             for match in self._everything()
             if not (match.rule.tied_to and self.spec.tie_embeddings)
             for name, shape in match.hf(self._dims)
@@ -298,13 +301,13 @@ class ModelMapping:
 
 
 def mapping_for(spec: ModelSpec, padded_vocab: int | None = None) -> ModelMapping:
-    """The mapping of a model whose Megatron embedding has ``padded_vocab`` rows (default: vocab)."""
+    """The mapping of a model whose embedding has ``padded_vocab`` rows in Megatron."""
     rules = cast(tuple[Rule, ...], importlib.import_module(FAMILIES[spec.family]).RULES)
     return ModelMapping(spec, rules, padded_vocab or spec.vocab)
 
 
 def padded_vocab_size(vocab: int, multiple: int) -> int:
-    """``vocab`` rounded up. A ``multiple`` that does not follow tp lets checkpoints move between tps."""
+    """``vocab`` rounded up. With the same ``multiple`` for every tp, checkpoints fit every tp."""
     return -(-vocab // multiple) * multiple
 
 

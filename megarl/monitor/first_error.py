@@ -1,8 +1,8 @@
 """Which error came first: of the ``errors/rank_N.json`` files, the one that explains the others.
 
-When one rank fails, the others fail too, seconds later, because it no longer answers: connections are
-reset, collectives time out, processes are told to end. Such follow-ups yield to real causes, whatever
-the clocks of the nodes say; among equals the earliest counts.
+When one rank fails, the others fail too, seconds later, because it no longer answers: connections
+are reset, collectives time out, processes are told to end. Such follow-ups yield to real causes,
+whatever the clocks of the nodes say; among equals the earliest counts.
 """
 
 import json
@@ -11,15 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_KINDS = {"ConnectionResetError", "BrokenPipeError", "ConnectionAbortedError", "KeyboardInterrupt",
-          "SignalException", "DistNetworkError", "EOFError"}  # fmt: skip
-_FROM_PEERS = {"RuntimeError", "DistBackendError", "DistError", "ConnectionError", "OSError",
-               "TimeoutError", "DistStoreError", "RunError"}  # fmt: skip
+# Never a cause of their own.
+_ALWAYS = {
+    "BrokenPipeError",
+    "ConnectionAbortedError",
+    "ConnectionResetError",
+    "DistNetworkError",
+    "KeyboardInterrupt",
+    "SignalException",
+}
+# Causes, unless the message tells of a peer. Errors of servers, data and settings are not here.
+_BY_MESSAGE = {
+    "ConnectionError",
+    "DistBackendError",
+    "DistError",
+    "DistStoreError",
+    "OSError",
+    "RunError",
+    "RuntimeError",
+    "TimeoutError",
+}
 _MESSAGE = re.compile(
-    r"connection (was )?(reset|closed|refused|aborted)|closed by peer|broken pipe|socket (was )?closed"
-    r"|remote process exited|unhandled system error|ncclRemoteError|connectFullMesh"
-    r"|timed out waiting|wait timeout|watchdog|failed to recv|peer.*(closed|gone|lost)"
-    r"|another rank|sigterm|sigint",
+    r"connection (was )?(reset|closed|refused|aborted)|closed by peer|broken pipe"
+    r"|socket (was )?closed|remote process exited|unhandled system error|ncclRemoteError"
+    r"|connectFullMesh|timed out waiting|wait timeout|watchdog|failed to recv"
+    r"|peer.*(closed|gone|lost)|another rank|sigterm|sigint",
     re.IGNORECASE,
 )
 
@@ -40,7 +56,7 @@ class RankError:
     def follows(self) -> bool:
         """Is it the kind that another process's failure causes?"""
         name = self.error.rpartition(".")[2]
-        return name in _KINDS or (name in _FROM_PEERS and bool(_MESSAGE.search(self.message)))
+        return name in _ALWAYS or (name in _BY_MESSAGE and bool(_MESSAGE.search(self.message)))
 
 
 def read_errors(folder: Path) -> list[RankError]:

@@ -101,7 +101,7 @@ def _merge(name: str, values: Sequence[MetricValue]) -> MetricValue:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """``math.fsum``, which refuses inf - inf and a sum that overflows; plain addition then says it."""
+    """``math.fsum``; where it refuses (inf - inf, overflow) plain addition has the answer."""
     try:
         return math.fsum(numbers)
     except (ValueError, OverflowError):

@@ -1,7 +1,7 @@
 """Readable samples of a step: ``samples/step_N.jsonl``, a line a sample. Text in, text out.
 
-Model text is untrusted: it is printed without markup and with control characters spelled out, so that
-a response cannot move the cursor or retitle a terminal.
+Model text is untrusted: it is printed without markup and with control characters spelled out, so
+that a response cannot move the cursor or retitle a terminal.
 """
 
 import json
@@ -38,7 +38,8 @@ def write_samples(folder: Path, step: int, samples: Sequence[SampleText]) -> Pat
     path = folder / f"step_{step}.jsonl"
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     lines = (json.dumps(asdict(s), ensure_ascii=False) + "\n" for s in samples)
-    part.write_text("".join(lines), "utf-8")
+    # Half a surrogate pair has no UTF-8; spelled out it is still JSON.
+    part.write_text("".join(lines), "utf-8", errors="backslashreplace")
     os.replace(part, path)
     return path
 
@@ -54,7 +55,9 @@ def read_samples(folder: Path, step: int) -> list[SampleText]:
     path = folder / f"step_{step}.jsonl"
     known = {f.name for f in fields(SampleText)}
     samples = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+    # Not splitlines(): JSON text may hold other line separators.
+    lines = path.read_text("utf-8").rstrip("\n").split("\n")
+    for number, line in enumerate(lines if any(lines) else [], start=1):
         try:
             row = json.loads(line)
             samples.append(SampleText(**{k: v for k, v in row.items() if k in known}))

@@ -1,11 +1,12 @@
 """Where step metrics go: ``metrics.jsonl`` always, TensorBoard if wanted.
 
-metrics.jsonl has one line a step, steps strictly rising: ``{"step": 3, "time": 1764.2, "policy/loss":
-0.1}``. Values that JSON cannot hold are null there and named in ``"nonfinite": {"policy/loss": "nan"}``.
+metrics.jsonl has one line a step, steps strictly rising: ``{"step": 3, "time": 1764.2,
+"policy/loss": 0.1}``. Values that JSON cannot hold are null there and named once more in
+``"nonfinite": {"policy/loss": "nan"}``.
 
 1. A fresh run never writes into a file that holds lines; a resumed run appends.
-2. Lines past the resumed step belong to work that is done again: they are moved, never overwritten, to
-   ``metrics.superseded.jsonl``, and the log says so. A line torn by a crash goes there as well.
+2. Lines past the resumed step belong to work that is done again: they are moved, never overwritten,
+   to ``metrics.superseded.jsonl``, and the log says so. A line torn by a crash goes there as well.
 3. A disk that is full ends the run with the file's name, not with a half-written line unnoticed.
 """
 
@@ -107,7 +108,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _set_aside(path: Path, resume_step: int) -> int:
-    """Move what does not belong before ``resume_step + 1`` away; the last step that stays, or -1."""
+    """Move all lines but those of steps 0..``resume_step`` away; the last step left, or -1."""
     lines = path.read_text("utf-8", errors="replace").splitlines() if path.exists() else []
     steps = [-1 if (row := _parse(text)) is None else int(row["step"]) for text in lines]
     kept = [n for n, step in enumerate(steps) if 0 <= step <= resume_step]

@@ -1,8 +1,8 @@
 """Where a step's time goes: ``with timer("rollout"): ...`` gives the metric ``time/rollout``.
 
-Wall-clock seconds of this rank; several stretches of one phase in a step add up. After reduction over
-ranks ``time/<phase>`` is the mean rank's time and ``time_max/<phase>`` the slowest one's. Phases may
-nest: each counts its whole stretch. Work queued on a GPU counts where the host waits for it.
+Wall-clock seconds of this rank; several stretches of one phase in a step add up. After reduction
+over ranks ``time/<phase>`` is the mean rank's time and ``time_max/<phase>`` the slowest one's.
+Phases may nest: each counts its whole stretch. Work queued on a GPU counts where the host waits.
 """
 
 import time

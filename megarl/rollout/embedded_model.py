@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megarl.errors import ConfigError, DataError, Problem
 
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DENSE_EXPERTS = "megarl_dense"
+_ROW_ATTENTION = "megarl_rows"
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -44,7 +47,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation="sdpa",
+            attn_implementation=_ROW_ATTENTION,
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
@@ -68,7 +71,9 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.spare = num_slots
         self._length = length
-        self._keys: dict[int, torch.Tensor] = {}  # layer -> [num_slots + 1, heads, length, head size]
+        self._keys: dict[
+            int, torch.Tensor
+        ] = {}  # layer -> [num_slots + 1, heads, length, head size]
         self._values: dict[int, torch.Tensor] = {}
         self._slots = self._positions = torch.zeros(0, dtype=torch.long)
         self._kv_length = length
@@ -94,7 +99,9 @@ class SlotCache(Cache):
             self._through(self._values, layer_idx, value),
         )
 
-    def _through(self, stores: dict[int, torch.Tensor], layer: int, new: torch.Tensor) -> torch.Tensor:
+    def _through(
+        self, stores: dict[int, torch.Tensor], layer: int, new: torch.Tensor
+    ) -> torch.Tensor:
         if layer not in stores:
             shape = (self.spare + 1, new.shape[1], self._length, new.shape[3])
             stores[layer] = torch.zeros(shape, dtype=new.dtype, device=new.device)
@@ -104,7 +111,7 @@ class SlotCache(Cache):
         if self._in_place:
             return store[: new.shape[0], :, : self._kv_length]
         slots = self._slots[:1] if chunk else self._slots
-        return store[slots, :, : self._kv_length]
+        return store[:, :, : self._kv_length].index_select(0, slots)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given
@@ -112,6 +119,7 @@ class SlotCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self._kv_length, 0
 
+    @torch.inference_mode()
     def clear(self, slots: list[int] | None = None) -> None:
         """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later one."""
         for store in (*self._keys.values(), *self._values.values()):
@@ -162,9 +170,7 @@ class SlotModel:
         in_place = bool(np.all((slots == np.arange(n)) | (slots == self.num_slots)))
         kv_length = self.context_length if self.fixed_shape else int(positions.max()) + 1
         place = torch.from_numpy(positions).to(self.device)
-        self.cache.aim(
-            torch.from_numpy(slots).to(self.device), place, kv_length, in_place=in_place
-        )
+        self.cache.aim(torch.from_numpy(slots).to(self.device), place, kv_length, in_place=in_place)
         visible = torch.arange(kv_length, device=self.device)[None] <= place[:, None]
         ids = torch.from_numpy(tokens).to(self.device)[:, None]
         logits = self._forward(ids, place[:, None], visible[:, None, None])
@@ -247,7 +253,9 @@ class SlotModel:
             problems.append(Problem("model", f"attention {sorted(kinds)}", "full attention only"))
         if self.fixed_shape and not all(_is_dense_capable(e) for e in self._experts):
             problems.append(
-                Problem("fixed_shape", "true", "false: this model's experts have no dense form here")
+                Problem(
+                    "fixed_shape", "true", "false: this model's experts have no dense form here"
+                )
             )
         longest = getattr(self.config, "max_position_embeddings", None)
         if longest is not None and self.context_length > longest:
@@ -272,7 +280,35 @@ def _dense_experts(
     return inner.view(rows, -1) @ down
 
 
+def _row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of single-token rows: query heads that share a key head are one small matrix, so keys
+    are not copied per query head. Anything else goes to SDPA.
+
+    `query` [n, heads, 1, D]; `key`, `value` [n, key heads, C, D]; mask bool [n, 1, 1, C], True: visible.
+    """
+    n, heads, length, size = query.shape
+    if length != 1 or attention_mask is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    grouped = query.view(n, key.shape[1], heads // key.shape[1], size)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).float()
+    scores.mul_(size**-0.5 if scaling is None else scaling)
+    scores.masked_fill_(~attention_mask, float("-inf"))
+    shares = scores.softmax(dim=-1).to(value.dtype)
+    return torch.matmul(shares, value).view(n, 1, heads, value.shape[3]), None
+
+
 ALL_EXPERTS_FUNCTIONS.register(_DENSE_EXPERTS, _dense_experts)
+ALL_ATTENTION_FUNCTIONS.register(_ROW_ATTENTION, _row_attention)
 
 
 def _is_experts(module: torch.nn.Module) -> bool:
@@ -293,4 +329,6 @@ def _eos_ids(folder: Path, module: PreTrainedModel) -> frozenset[int]:
     value = source.eos_token_id
     if value is None:
         value = module.config.eos_token_id
-    return frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
+    return (
+        frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
+    )

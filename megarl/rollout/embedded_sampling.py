@@ -38,7 +38,9 @@ def sample(
     cumulative = logprobs.double().exp_().cumsum_(dim=-1)
     target = draws[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    drawn = drawn.clamp_(max=logits.shape[1] - 1)  # only NaN rows get there; the caller looks for them
+    drawn = drawn.clamp_(
+        max=logits.shape[1] - 1
+    )  # only NaN rows get there; the caller looks for them
     tokens = torch.where(greedy, logits.argmax(dim=-1), drawn)
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GREEDY_BELOW = 1e-6  # as SGLang: a smaller temperature means greedy, with log-probs at temperature 1
+GREEDY_BELOW = (
+    1e-6  # as SGLang: a smaller temperature means greedy, with log-probs at temperature 1
+)
 DEFAULT_NEW_TOKENS = 128
 MAX_TEMPERATURE = 1e6
 
@@ -42,7 +44,13 @@ _NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs_num": (None, 0),
     "return_text_in_logprobs": (None, False),
 }
-_SAMPLING_FIELDS = ("temperature", "max_new_tokens", "ignore_eos", "stop_token_ids", "sampling_seed")
+_SAMPLING_FIELDS = (
+    "temperature",
+    "max_new_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "sampling_seed",
+)
 _FIELDS = (
     "input_ids",
     "sampling_params",
@@ -128,14 +136,18 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[GenerateRequest], bo
     return_routing = _flag(body, "return_routed_experts")
     if return_routing and not limits.has_routing:
         raise BadRequest("return_routed_experts", True, "false: this model has no experts")
-    routing_start = _integer("routed_experts_start_len", body.get("routed_experts_start_len") or 0, 0)
+    routing_start = _integer(
+        "routed_experts_start_len", body.get("routed_experts_start_len") or 0, 0
+    )
     requests = []
     for i, prompt in enumerate(prompts):
         where = f"input_ids[{i}]" if batch else "input_ids"
         tokens = _token_ids(where, prompt, limits.vocab_size)
         sampling = _sampling(samplings[i] or {}, limits.vocab_size)
         _check_length(where, len(tokens), sampling.max_new_tokens, limits.context_length)
-        start = -1 if starts[i] is None else _integer("logprob_start_len", starts[i], -1, len(tokens))
+        start = (
+            -1 if starts[i] is None else _integer("logprob_start_len", starts[i], -1, len(tokens))
+        )
         if routing_start > len(tokens):
             raise BadRequest("routed_experts_start_len", routing_start, f"0..{len(tokens)}")
         start = start if return_logprob else -1
@@ -147,7 +159,9 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[GenerateRequest], bo
     return requests, batch
 
 
-def format_reply(request: GenerateRequest, result: Generated, weight_version: str) -> dict[str, Any]:
+def format_reply(
+    request: GenerateRequest, result: Generated, weight_version: str
+) -> dict[str, Any]:
     """SGLang's reply to one request. `weight_version` is used where no token was sampled."""
     spans = _spans(result, weight_version)
     meta: dict[str, Any] = {
@@ -192,7 +206,9 @@ def _sampling(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         if name in _NEUTRAL_SAMPLING:
             _require_neutral(f"sampling_params.{name}", value, _NEUTRAL_SAMPLING[name])
         elif name not in _SAMPLING_FIELDS:
-            raise BadRequest(f"sampling_params.{name}", value, f"one of {', '.join(_SAMPLING_FIELDS)}")
+            raise BadRequest(
+                f"sampling_params.{name}", value, f"one of {', '.join(_SAMPLING_FIELDS)}"
+            )
     temperature = raw.get("temperature", 1.0)
     temperature = 1.0 if temperature is None else temperature
     if not _is_number(temperature) or not 0 <= temperature <= MAX_TEMPERATURE:
@@ -244,13 +260,21 @@ def _rids(value: Any, count: int, batch: bool) -> list[str]:
         rids = [f"{value}_{i}" for i in range(count)] if batch else [value]
     else:
         rids = value if batch else None
-    ok = isinstance(rids, list) and len(rids) == count and all(isinstance(r, str) and r for r in rids)
+    ok = (
+        isinstance(rids, list)
+        and len(rids) == count
+        and all(isinstance(r, str) and r for r in rids)
+    )
     if not ok or len(set(rids)) != count:
-        raise BadRequest("rid", value, f"a string, or a list of {count} different strings for a batch")
+        raise BadRequest(
+            "rid", value, f"a string, or a list of {count} different strings for a batch"
+        )
     return rids
 
 
-def _per_request(body: Mapping[str, Any], field: str, count: int, kind: type, batch: bool) -> list[Any]:
+def _per_request(
+    body: Mapping[str, Any], field: str, count: int, kind: type, batch: bool
+) -> list[Any]:
     """One value for every request: a single one is repeated, a list must fit the batch."""
     value = body.get(field)
     if value is None or (isinstance(value, kind) and not isinstance(value, bool)):

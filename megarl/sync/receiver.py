@@ -180,7 +180,9 @@ class ModelReceiver:
             self._pending.discard(spec.name)
 
 
-def _broadcasts(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, timeout_s: float) -> None:
+def _broadcasts(
+    buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, timeout_s: float
+) -> None:
     works = [dist.broadcast(b, group=group, group_src=0, async_op=True) for b in buffers]
     for work in works:
         work.wait(timedelta(seconds=timeout_s))
@@ -188,7 +190,9 @@ def _broadcasts(buffers: Sequence[torch.Tensor], group: dist.ProcessGroup, timeo
 
 def _check_layout(experts: torch.nn.Module, layer: str) -> None:
     if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
-        raise SyncError(f"weights: {layer} stacks its experts in a layout that is not supported here")
+        raise SyncError(
+            f"weights: {layer} stacks its experts in a layout that is not supported here"
+        )
 
 
 def _split_experts(layer: str, matrix: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:

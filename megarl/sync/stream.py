@@ -69,7 +69,9 @@ def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Bucket:
     """Views into `flat` under their names: the reverse of `flatten`. Raises SyncError if they do not fit."""
     offsets = _offsets(specs)
     if flat.numel() != offsets[-1]:
-        raise SyncError(f"a bucket of {len(specs)} tensors has {flat.numel()} bytes, not {offsets[-1]}")
+        raise SyncError(
+            f"a bucket of {len(specs)} tensors has {flat.numel()} bytes, not {offsets[-1]}"
+        )
     return [
         (spec.name, flat[start:end].view(dtype_of(spec.dtype)).view(spec.shape))
         for spec, start, end in zip(specs, offsets, offsets[1:], strict=False)
@@ -94,7 +96,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def _widest_first(bucket: Bucket) -> Bucket:
-    return sorted(bucket, key=lambda item: -item[1].element_size())  # stable: order kept in one dtype
+    return sorted(
+        bucket, key=lambda item: -item[1].element_size()
+    )  # stable: order kept in one dtype
 
 
 def _offsets(specs: Sequence[TensorSpec]) -> list[int]:

@@ -5,9 +5,9 @@
 #   PYTHON=python3.12 tests/sglang/install.sh
 #
 # Takes about two minutes and 2.7 GB the first time, well under a second when nothing is to be done.
-# Each step leaves a mark, so that an interrupted run goes on where it stopped; marks carry the hash of
-# this script and of requirements.txt, so that a changed pin is installed. Two runs at once wait for
-# each other. pip's own output goes to VENV/install.log.
+# Each step leaves a mark, so that an interrupted run goes on where it stopped; marks carry the hash
+# of this script and of requirements.txt, so that a changed pin is installed. Of two runs at once one
+# waits for the other. pip's own output goes to VENV/install.log.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -64,7 +64,10 @@ install() {
   pip install -q -c <(echo "torch==$TORCH") "$@"
 }
 
-check_imports() { "$venv/bin/python" -c "import torch, sglang; print(torch.__version__, sglang.__version__)"; }
+check_imports() {
+  PYTHONPATH=$here/support SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c \
+    "import torch, megarl_sglang_plugin, sglang.srt.managers.scheduler as s; print(torch.__version__, s)"
+}
 
 key=$(hash_of "${BASH_SOURCE[0]}" "$here/requirements.txt")
 plugin_key=$key.$(hash_of "$plugin/pyproject.toml" "$plugin/megarl_sglang_plugin.py")

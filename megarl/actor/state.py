@@ -1,0 +1,122 @@
+"""The actor's state in Megatron's distributed checkpoint format (torch_dist), readable in any layout.
+
+``fully_reshardable`` optimizer state: a checkpoint of one layout loads into another. Model weights alone
+(``optimizer=False``) are what the converters write and what ``model.load`` reads.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+
+from megarl.actor.actor import MegatronActor
+from megarl.actor.names import unwrap
+from megarl.actor.setup import Parallel
+from megarl.errors import DataError
+
+
+def save_model(model: torch.nn.Module, parallel: Parallel, path: Path) -> None:
+    """Model weights only. Collective; ``path`` is an empty folder."""
+    _save({"model": _model_state(model, parallel)}, parallel, path)
+
+
+def load_model(model: torch.nn.Module, parallel: Parallel, path: Path) -> None:
+    """Model weights from any checkpoint of the same model. Collective."""
+    state = _load({"model": _model_state(model, parallel)}, parallel, path)
+    unwrap(model).load_state_dict(state["model"], strict=True)
+
+
+def save_actor(actor: MegatronActor, path: Path) -> None:
+    """Model, optimizer and learning-rate schedule. Collective."""
+    _save(_actor_state(actor, loading=False), actor.parallel, path)
+
+
+def load_actor(actor: MegatronActor, path: Path) -> None:
+    """The inverse of ``save_actor``, also into another layout. Collective."""
+    state = _load(_actor_state(actor, loading=True), actor.parallel, path)
+    unwrap(actor.model).load_state_dict(state["model"], strict=True)
+    actor.optimizer.load_state_dict(_regroup(state["optimizer"], actor.optimizer))
+    actor.schedule.load_state_dict(state["schedule"])
+
+
+def parameter_bytes(actor: MegatronActor) -> int:
+    """Upper bound of this rank's share of a checkpoint: weights, fp32 main copy and two moments."""
+    return sum(p.numel() * (p.element_size() + 12) for p in actor.model.parameters())
+
+
+def _metadata(parallel: Parallel) -> dict[str, Any]:
+    return {
+        "dp_cp_group": parallel.dp_cp,
+        "singleton_local_shards": False,
+        "non_homogeneous_layers": True,
+        "chained_optim_avoid_prefix": True,  # one key per tensor whether or not experts have their own optimizer
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+
+
+def _model_state(model: torch.nn.Module, parallel: Parallel) -> dict[str, Any]:
+    state: dict[str, Any] = unwrap(model).sharded_state_dict(metadata=_metadata(parallel))
+    return state
+
+
+def _actor_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
+    model = _model_state(actor.model, actor.parallel)
+    optimizer = actor.optimizer.sharded_state_dict(
+        model, is_loading=loading, metadata=_metadata(actor.parallel)
+    )
+    return {"model": model, "optimizer": optimizer, "schedule": actor.schedule.state_dict()}
+
+
+def _save(state: dict[str, Any], parallel: Parallel, path: Path) -> None:
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.dp_cp)
+    dist_checkpointing.save(state, str(path), strategy, async_strategy="mcore")
+
+
+def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, Any]:
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        raise DataError(f"{path} is not a Megatron distributed checkpoint (no metadata.json)")
+    strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp)
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
+    return loaded
+
+
+def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """Parameter groups from a layout with one optimizer into one with two (experts apart), and back.
+
+    With ep > 1 Megatron keeps a second optimizer for the experts. Tensors have the same keys either way; the groups'
+    settings do not, and upstream leaves moving them to the caller.
+    """
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    count = len(chained)
+    loose = {k: state.pop(k) for k in list(state) if not isinstance(k, int)} if count > 1 else {}
+    if loose:  # saved with one, loading into several
+        for i in range(count):
+            entry = state.setdefault(i, {})
+            for k, v in loose.items():
+                entry.setdefault(k, copy.deepcopy(v))
+    elif count == 1 and 0 in state:  # saved with several, loading into one
+        parts = [state.pop(k) for k in sorted(k for k in state if isinstance(k, int))]
+        for k, v in parts[0].items():
+            state.setdefault(k, v)
+    for i, part_optimizer in enumerate(chained):
+        part = state[i] if count > 1 else state
+        saved = part["optimizer"]["param_groups"]
+        part["optimizer"]["param_groups"] = [
+            {**_same_kind(saved, group), "is_expert_parallel": group.get("is_expert_parallel")}
+            for group in part_optimizer.optimizer.param_groups
+        ]
+    return state
+
+
+def _same_kind(saved: list[dict[str, Any]], group: dict[str, Any]) -> dict[str, Any]:
+    return next(g for g in saved if all(g.get(k) == group.get(k) for k in ("wd_mult", "lr_mult")))

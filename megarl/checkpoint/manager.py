@@ -1,0 +1,129 @@
+"""Checkpoints of a run: written beside, published by rename, pruned only after a newer one is complete.
+
+::
+
+    checkpoints/step_40/megatron/    weights and optimizer, distributed (actor/state.py)
+                       loop.json     everything else: step, weights version, prompt cursor
+                       model.json    the model's dimensions
+                       hf/           config and tokenizer files of the model
+
+``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded, replaced by the next.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.errors import DataError, RunError
+from megarl.hostcomm import agree
+from megarl.models.hf_io import COPIED
+from megarl.rundir import write_json
+
+_NAME = re.compile(r"step_(\d+)")
+MEGATRON, LOOP, MODEL, HF = "megatron", "loop.json", "model.json", "hf"
+
+
+@dataclass(frozen=True)
+class CheckpointManager:
+    """``rank``/``host``: this trainer rank and the gloo group of all; methods are collective unless said."""
+
+    folder: Path
+    keep: int
+    rank: int
+    host: dist.ProcessGroup
+
+    def save(
+        self,
+        step: int,
+        loop_state: dict[str, Any],
+        model: dict[str, Any],
+        hf_files: Path,
+        write_parts: Callable[[Path], None],
+        num_bytes: int,
+    ) -> Path:
+        """Publish checkpoint ``step``. ``write_parts(folder)`` writes the distributed part on all ranks;
+        ``num_bytes`` is its size. Raises RunError, with older checkpoints untouched, if the disk cannot hold it."""
+        final = self.folder / f"step_{step}"
+        part = final.with_name(final.name + ".part")
+        self._on_rank_zero(lambda: _prepare(part, num_bytes), "preparing a checkpoint")
+        error: Exception | None = None
+        try:
+            write_parts(part / MEGATRON)
+        except Exception as e:
+            error = RunError(f"writing checkpoint {part}: {type(e).__name__}: {e}; older checkpoints are untouched")
+        agree(error, self.host, "writing a checkpoint")
+
+        def publish() -> None:
+            write_json(part / LOOP, {"step": step, **loop_state})
+            write_json(part / MODEL, model)
+            copy_hf_files(hf_files, part / HF)
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self.folder / f"step_{old}")
+
+        self._on_rank_zero(publish, "publishing a checkpoint")
+        return final
+
+    def steps(self) -> list[int]:
+        """Complete checkpoints, oldest first. Not collective."""
+        if not self.folder.is_dir():
+            return []
+        names = [_NAME.fullmatch(p.name) for p in self.folder.iterdir() if (p / LOOP).is_file()]
+        return sorted(int(m[1]) for m in names if m)
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Folder and loop state of the newest complete checkpoint. Not collective."""
+        steps = self.steps()
+        if not steps:
+            return None
+        path = self.folder / f"step_{steps[-1]}"
+        return path, read_json(path / LOOP)
+
+    def _on_rank_zero(self, action: Callable[[], None], what: str) -> None:
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except OSError as e:
+                error = RunError(f"{what}: {e}")
+            except RunError as e:
+                error = e
+        agree(error, self.host, what)
+
+
+def copy_hf_files(source: Path, target: Path) -> None:
+    """Config and tokenizer of a Hugging Face folder: everything but weights."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in COPIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises DataError naming the file when it is missing or not a JSON object."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise DataError(f"{path}: {e}") from e
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: found {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _prepare(part: Path, num_bytes: int) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    (part / MEGATRON).mkdir(parents=True)
+    free = shutil.disk_usage(part).free
+    if free < num_bytes:
+        shutil.rmtree(part, ignore_errors=True)
+        raise RunError(
+            f"a checkpoint needs {num_bytes / 1e9:.2f} GB, {part.parent} has {free / 1e9:.2f} GB free; "
+            "free some, lower checkpoint.keep, or set run.dir to another disk"
+        )

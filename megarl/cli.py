@@ -1,0 +1,310 @@
+"""The ``megarl`` command. Imports that take time are inside the commands, so that help is instant.
+
+Exit codes: 0 done, 1 the thing looked at has failed, 2 wrong settings or usage. Errors that are
+meant for the user are printed without a traceback.
+"""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+    from megarl.monitor.samples import SampleText
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning post-training of large mixture-of-experts models.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at and check settings.")
+app.add_typer(config_app, name="config")
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILES... [KEY=VALUE...]",
+        help="YAML files, merged left to right, then overrides such as optim.lr=1e-5.",
+        show_default=False,
+    ),
+]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def main() -> None:
+    """Console entry point."""
+    from megarl.errors import ConfigError, MegarlError
+
+    try:
+        app()
+    except MegarlError as e:
+        typer.echo(f"megarl: {e}", err=True)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)
+
+
+@config_app.command("show")
+def config_show(
+    arguments: Arguments,
+    given: Annotated[bool, typer.Option("--given", help="Only what was set.")] = False,
+) -> None:
+    """Print the resolved configuration as YAML: every setting, defaults included."""
+    import yaml
+
+    from megarl.config.load import dump_given, dump_resolved
+
+    config = _load(arguments)
+    # Both forms name every setting once; YAML keeps the order of the schema.
+    text = (
+        dump_given(config)
+        if given
+        else yaml.safe_dump(json.loads(dump_resolved(config)), sort_keys=False, allow_unicode=True)
+    )
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        Console().print(Syntax(text, "yaml", background_color="default"))
+    else:
+        typer.echo(text, nl=False)
+
+
+@config_app.command("check")
+def config_check(
+    arguments: Arguments,
+    shell: Annotated[
+        bool, typer.Option("--shell", help="Print NPROC= and RUN_DIR= for a launch script instead.")
+    ] = False,
+    world_size: Annotated[
+        int | None, typer.Option(help="Ranks there will be; default: as many as the layout says.")
+    ] = None,
+    num_gpus: Annotated[
+        int | None, typer.Option(help="Devices of the whole job; default: those of this machine.")
+    ] = None,
+    paths: Annotated[bool, typer.Option(help="Look for the files that settings name.")] = True,
+) -> None:
+    """Check settings against each other, the model and the disk; print what they amount to.
+
+    Exits with 2 and every problem found if there is one.
+    """
+    from megarl.config.files import read_hf_config
+    from megarl.config.validate import validate
+    from megarl.models.spec import FAMILIES
+
+    config = _load(arguments)
+    hf_config = read_hf_config(config.model.hf)
+    validate(
+        config,
+        world_size=world_size,
+        num_gpus=_num_gpus(config) if num_gpus is None else num_gpus,
+        hf_config=hf_config,
+        supported_models=FAMILIES,
+        check_paths=paths,
+    )
+    if hf_config is not None:
+        _check_model(config.model.hf)
+    if shell:
+        typer.echo(f"NPROC={_world_size(config)}")
+        typer.echo(f"RUN_DIR={shlex.quote(str(config.run.dir))}")
+    else:
+        typer.echo(_summary(config))
+
+
+@config_app.command("docs")
+def config_docs() -> None:
+    """Print a markdown table of every setting (docs/configuration.md)."""
+    from megarl.config.docs import configuration_markdown
+
+    typer.echo(configuration_markdown(), nl=False)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
+    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 0,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with the key that every request has to send.")
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="Written once requests are taken: url, pid, host.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(help="Sequences decoded together.")] = 256,
+    context_length: Annotated[int, typer.Option(help="Tokens of the longest sequence.")] = 64,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    fixed_shape: Annotated[
+        bool, typer.Option(help="Always compute full batches: bits do not depend on neighbours.")
+    ] = True,
+    parent_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
+) -> None:
+    """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
+    from megarl.serve import main as serve_main
+
+    serve_main(
+        model=model,
+        host=host,
+        port=port,
+        key_file=key_file,
+        ready_file=ready_file,
+        max_running=max_running,
+        context_length=context_length,
+        dtype=dtype,
+        fixed_shape=fixed_shape,
+        parent_pid=parent_pid,
+    )
+
+
+@app.command()
+def samples(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option(help="Only this step; default: the newest.")] = None,
+    last: Annotated[int | None, typer.Option(help="The last K kept samples of all steps.")] = None,
+    prompt: Annotated[str, typer.Option(help="Only prompts that contain this text.")] = "",
+) -> None:
+    """Show kept samples of a run: prompt, response, expected answer, reward."""
+    from megarl.errors import DataError
+    from megarl.monitor.samples import read_samples, sample_steps
+    from megarl.rundir import RunDir
+
+    folder = RunDir(run).samples
+    steps = sample_steps(folder) if folder.is_dir() else []
+    if not steps:
+        raise DataError(f"{folder} holds no samples (monitor.samples_per_step keeps them)")
+    if step is not None and step not in steps:
+        raise DataError(f"{folder} has no step {step}; there are {steps[0]} to {steps[-1]}")
+    chosen = [step] if step is not None else steps if last is not None or prompt else steps[-1:]
+    found = [s for n in chosen for s in read_samples(folder, n) if prompt in s.prompt]
+    for sample in found[-last:] if last else found:
+        _print_sample(sample)
+    if not found:
+        typer.echo(f"no kept sample has {prompt!r} in its prompt", err=True)
+
+
+@app.command()
+def report(run: RunArgument) -> None:
+    """Rebuild report.html of a run from its files."""
+    from megarl.errors import DataError
+    from megarl.monitor.report import write_report
+    from megarl.rundir import RunDir
+
+    if not run.is_dir():
+        raise DataError(f"{run} is no run directory")
+    typer.echo(str(write_report(RunDir(run))))
+
+
+@app.command("first-error")
+def first_error(
+    run: RunArgument,
+    since: Annotated[
+        float, typer.Option(help="Leave out errors before this time (seconds since 1970).")
+    ] = 0.0,
+) -> None:
+    """Print the error that made a run fail: the earliest that is not the echo of another.
+
+    Exits with 1 if there is one.
+    """
+    from megarl.monitor.first_error import first_error as pick
+    from megarl.monitor.first_error import message_of, read_errors
+    from megarl.rundir import RunDir
+
+    errors = [e for e in read_errors(RunDir(run).errors) if e.time >= since]
+    first = pick(errors)
+    if first is not None:
+        typer.echo(message_of(first, errors))
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Show what this machine has and what would go wrong with it.
+
+    Exits with 1 if something would.
+    """
+    from megarl.monitor.doctor import examine
+
+    findings = examine()
+    width = max(len(f.name) for f in findings)
+    colours = {"ok": typer.colors.GREEN, "note": typer.colors.YELLOW, "bad": typer.colors.RED}
+    for f in findings:
+        state = typer.style(f"{f.state:4}", fg=colours[f.state])
+        typer.echo(f"{state}  {f.name:{width}}  {f.detail}")
+    if any(f.state == "bad" for f in findings):
+        raise typer.Exit(1)
+
+
+def _load(arguments: list[str]) -> "Config":
+    from megarl.config.load import load_config, split_arguments
+
+    return load_config(*split_arguments(arguments))
+
+
+def _check_model(folder: Path) -> None:
+    """Everything in config.json that the model family does not support."""
+    from megarl.errors import DataError
+    from megarl.models.spec import read_spec
+
+    try:
+        read_spec(folder)
+    except DataError as e:
+        typer.echo(f"megarl: model.hf: {e}", err=True)
+        raise typer.Exit(2) from e
+
+
+def _num_gpus(config: "Config") -> int:
+    """Of this machine, where it matters: NCCL between trainer and servers wants them counted."""
+    if config.sync.backend != "nccl":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _world_size(config: "Config") -> int:
+    p = config.parallel
+    return p.tp * p.pp * p.cp * p.dp
+
+
+def _summary(config: "Config") -> str:
+    from megarl.config.validate import optimizer_steps
+
+    p, run, data = config.parallel, config.run, config.data
+    per_step = {
+        "rl": f"{data.prompts_per_step} prompts x {data.samples_per_prompt} samples a step",
+        "sft": f"{data.prompts_per_step} demonstrations a step",
+        "train_only": f"rollouts of {data.recorded}",
+    }[run.mode]
+    layout = f"tp {p.tp} x pp {p.pp} x cp {p.cp} x dp {p.dp}"
+    experts = f", ep {p.ep} x etp {p.etp or p.tp} for experts" if p.ep > 1 or p.etp else ""
+    steps = f"{run.steps} steps, {optimizer_steps(config)} optimizer steps"
+    return "\n".join(
+        (
+            "the configuration is consistent",
+            f"  world size {_world_size(config)} = {layout}{experts}",
+            f"  {run.mode}: {steps}; {per_step}",
+            f"  {config.algo.policy.name}, lr {config.optim.lr:g}, {config.precision.dtype}",
+            f"  run directory {run.dir}",
+        )
+    )
+
+
+def _print_sample(sample: "SampleText") -> None:
+    from megarl.monitor.samples import describe, printable
+
+    colour = typer.colors.GREEN if sample.correct else typer.colors.RED
+    typer.secho(printable(describe(sample)), bold=True, fg=colour)
+    for label, text in (
+        ("prompt", sample.prompt),
+        ("response", sample.response),
+        ("expected", sample.answer),
+    ):
+        indented = printable(text).replace("\n", "\n            ")
+        typer.echo(f"  {label:8}  {indented}")
+    typer.echo()
+
+
+if __name__ == "__main__":
+    main()

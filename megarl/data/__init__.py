@@ -1,0 +1,1 @@
+"""What is trained on: prompts, demonstrations, rewards, recorded rollouts; packing into rows."""

@@ -1,0 +1,123 @@
+"""A step's samples on disk, for training again from the same rollouts (``run.mode: train_only``).
+
+One ``step_N.npz`` a step, in numpy's format without pickled objects: opening a file from elsewhere
+runs nothing. Ragged fields are stored end to end, with their lengths beside them.
+"""
+
+import os
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.errors import DataError
+from megarl.types import Sample, VersionSpan
+
+FORMAT = 1
+_FILE = re.compile(r"step_(\d+)\.npz")
+_PER_SAMPLE = ("group", "index", "correct", "truncated")
+_PER_TOKEN = ("tokens", "mask", "rollout_logprobs")
+
+
+def recorded_path(folder: Path, step: int) -> Path:
+    return Path(folder) / f"step_{step}.npz"
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """The file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, **cast(Any, pack_samples(samples)))
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """What ``write_samples`` wrote, bit for bit. Raises DataError for a damaged or foreign file."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        if int(arrays["format"]) != FORMAT:
+            raise DataError(f"{path}: format {int(arrays['format'])}; accepted: {FORMAT}")
+        return unpack_samples(arrays)
+    except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile) as e:
+        if isinstance(e, DataError):
+            raise
+        raise DataError(f"{path} is no file of recorded rollouts, or is damaged: {e}") from e
+
+
+def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
+    """(step, file) in the order of the steps. Raises DataError when there is none."""
+    found = [(m, p) for p in Path(folder).glob("step_*.npz") if (m := _FILE.fullmatch(p.name))]
+    if not found:
+        raise DataError(f"{folder} holds no recorded rollouts (step_N.npz)")
+    return sorted((int(m[1]), p) for m, p in found)
+
+
+def pack_samples(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
+    """Flat arrays from which ``unpack_samples`` makes equal samples."""
+    arrays: dict[str, NDArray[Any]] = {
+        "format": np.asarray(FORMAT),
+        "prompt_id": np.asarray([s.prompt_id for s in samples], dtype=np.str_),
+        "length": np.asarray([len(s.tokens) for s in samples], np.int64),
+        "num_rewards": np.asarray([len(s.rewards) for s in samples], np.int64),
+        "rewards": _join([s.rewards for s in samples], np.float32),
+        "num_spans": np.asarray([len(s.version_spans) for s in samples], np.int64),
+        "spans": np.asarray(
+            [(v.version, v.start, v.end) for s in samples for v in s.version_spans], np.int64
+        ).reshape(-1, 3),
+        "routing_shape": np.asarray(
+            [(0, 0, 0) if s.routing is None else s.routing.shape for s in samples], np.int64
+        ).reshape(-1, 3),
+        "routed": np.asarray([s.routing is not None for s in samples], np.bool_),
+        "routing": _join([s.routing.ravel() for s in samples if s.routing is not None], np.int32),
+    }
+    for name, dtype in zip(_PER_SAMPLE, (np.int64, np.int64, np.bool_, np.bool_), strict=True):
+        arrays[name] = np.asarray([getattr(s, name) for s in samples], dtype)
+    for name, dtype in zip(_PER_TOKEN, (np.int32, np.bool_, np.float32), strict=True):
+        arrays[name] = _join([getattr(s, name) for s in samples], dtype)
+    return arrays
+
+
+def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
+    """The inverse of ``pack_samples``. Raises ValueError or KeyError for arrays that do not belong together."""
+    token_parts = {name: _cut(arrays[name], arrays["length"]) for name in _PER_TOKEN}
+    rewards = _cut(arrays["rewards"], arrays["num_rewards"])
+    spans = _cut(arrays["spans"], arrays["num_spans"])
+    routing = _cut(arrays["routing"], arrays["routing_shape"].prod(1))
+    return [
+        Sample(
+            prompt_id=str(prompt_id),
+            group=int(arrays["group"][i]),
+            index=int(arrays["index"][i]),
+            tokens=token_parts["tokens"][i],
+            mask=token_parts["mask"][i],
+            rollout_logprobs=token_parts["rollout_logprobs"][i],
+            rewards=rewards[i],
+            correct=bool(arrays["correct"][i]),
+            truncated=bool(arrays["truncated"][i]),
+            version_spans=tuple(VersionSpan(*map(int, span)) for span in spans[i]),
+            routing=routing[i].reshape(arrays["routing_shape"][i]) if arrays["routed"][i] else None,
+        )
+        for i, prompt_id in enumerate(arrays["prompt_id"])
+    ]
+
+
+def _join(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """End to end; an array of another dtype would not come back as it was."""
+    assert all(part.dtype == dtype for part in parts), [part.dtype for part in parts]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _cut(array: NDArray[Any], lengths: NDArray[Any]) -> list[NDArray[Any]]:
+    if lengths.sum() != len(array):
+        raise ValueError(f"{len(array)} entries for lengths that sum to {lengths.sum()}")
+    return np.split(array, np.cumsum(lengths)[:-1]) if len(lengths) else []

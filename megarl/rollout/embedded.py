@@ -1,0 +1,326 @@
+"""The engine behind `megarl serve`: continuous batching in a thread of its own.
+
+All state (queue, slots, weights, version, the update in progress) belongs to the engine thread. Other
+threads hand it functions and get futures; it runs them between two steps, so a control operation never
+sees half a step, and while an update receives weights no token is sampled.
+
+1. Tokens are sampled only when the engine is neither paused, nor updating, nor unusable.
+2. Weights: `begin_update`, any number of `receive`, `end_update`. An error in between makes the engine
+   unusable: every request, present and future, fails with the reason, until an update that received
+   every weight, or a load from disk, succeeds.
+3. The version is a label on sampled tokens. It moves in `set_version`, in a load from disk that names
+   one, and in an `end_update` that names one; never by receiving alone.
+4. In fixed-shape mode a request's tokens and log-probs, with a seed, depend on nothing but the request
+   and the weights (see embedded_model.py and embedded_sampling.py for how).
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from megarl.errors import MegarlError, ServerError
+from megarl.rollout.embedded_model import SlotModel
+from megarl.rollout.embedded_schedule import Sampled, Schedule, Ticket
+from megarl.rollout.embedded_step import Stepper
+from megarl.rollout.wire import BadRequest, Generated, GenerateRequest, Limits
+from megarl.types import TensorSpec
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class WeightReceiver(Protocol):
+    """How weights come in; each method raises a MegarlError when it fails."""
+
+    def join_group(
+        self,
+        *,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        name: str,
+        backend: str,
+        timeout_s: float | None = None,
+    ) -> None: ...
+
+    def leave_group(self, name: str) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None: ...
+
+    def end(self) -> None: ...
+
+    def digests(self) -> dict[str, str]: ...
+
+
+class Refused(MegarlError):
+    """A control operation that the engine's present state does not allow."""
+
+
+class Unusable(ServerError):
+    """The weights are half old, half new, or broken: nothing can be generated."""
+
+
+class Engine:
+    def __init__(self, model: SlotModel, receiver: WeightReceiver, *, num_threads: int = 1) -> None:
+        self.model, self.receiver = model, receiver
+        self.limits = Limits(model.vocab_size, model.context_length, model.has_routing)
+        self.version = "0"
+        self.unusable: str | None = None
+        self.paused: str | None = None  # the mode
+        self.updating = False
+        self.steps = 0
+        self._schedule = Schedule(model.num_slots)
+        self._stepper = Stepper(model, self._schedule)
+        self._active: set[str] = set()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = num_threads
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- from any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.model.fixed_shape:
+            self.model.check_rows_agree()
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Ends the thread after its present step; a receive that blocks it is left to the process's end."""
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, requests: Sequence[GenerateRequest]) -> Future[list[Generated]]:
+        """The results in the order of the requests. Fails with BadRequest for an id that is in use,
+        with Unusable while there are no whole weights."""
+        outer: Future[list[Generated]] = Future()
+
+        def put() -> None:
+            if not outer.set_running_or_notify_cancel():
+                return
+            try:
+                ticket = self._enqueue(requests)
+            except Exception as error:
+                outer.set_exception(error)
+            else:
+                ticket.future.add_done_callback(lambda inner: _pass_on(inner, outer))
+
+        self._inbox.put(put)
+        return outer
+
+    def abort(self, rids: Iterable[str] | None) -> Future[int]:
+        """Ends these requests (None: all) with what they have; unknown ids are no error."""
+        rids = None if rids is None else list(rids)
+        return self._call(lambda: self._abort(rids, "aborted on request"))
+
+    def pause(self, mode: str) -> Future[None]:
+        """No token is sampled until `resume`. abort: end every request; retract: keep them, feed them
+        anew afterwards; in_place: keep them with their keys and values."""
+        return self._call(lambda: self._pause(mode))
+
+    def resume(self) -> Future[None]:
+        return self._call(self._resume)
+
+    def flush(self) -> Future[None]:
+        return self._call(self._flush)
+
+    def begin_update(self) -> Future[None]:
+        return self._call(self._begin_update)
+
+    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> Future[None]:
+        return self._call(lambda: self._receive(specs, group, flattened))
+
+    def end_update(self, version: str | None = None) -> Future[None]:
+        return self._call(lambda: self._end_update(version))
+
+    def load_folder(self, folder: Path, version: str | None, *, abort: bool) -> Future[int]:
+        """Weights from disk, between two steps; running requests are fed anew. Returns how many ran."""
+        return self._call(lambda: self._load_folder(folder, version, abort))
+
+    def set_version(self, version: str, *, abort: bool) -> Future[None]:
+        return self._call(lambda: self._set_version(version, abort))
+
+    def digests(self) -> Future[dict[str, str]]:
+        return self._call(self.receiver.digests)
+
+    def ping(self) -> Future[None]:
+        """Done when the thread gets to it."""
+        return self._call(lambda: None)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weight_version": self.version,
+            "paused": self.paused,
+            "updating": self.updating,
+            "unusable": self.unusable,
+            "running": len(self._schedule.running),
+            "waiting": len(self._schedule.waiting),
+            "steps": self.steps,
+        }
+
+    def _call(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    # ---- in the engine thread: the loop ------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
+        while self._serve_inbox():
+            if not self._may_step():
+                continue
+            try:
+                self._step()
+            except (
+                Exception
+            ) as error:  # out of memory, a broken kernel: these requests, not the server
+                log.exception("a step failed")
+                self._fail_all(ServerError(f"generation failed: {error}"))
+        self._fail_all(ServerError("the server is shutting down"))
+
+    def _serve_inbox(self) -> bool:
+        """Runs what has been handed in; waits for something if there is no step to do. False: stop."""
+        while True:
+            try:
+                function = self._inbox.get(block=not self._may_step())
+            except queue.Empty:
+                return True
+            if function is None:
+                return False
+            function()
+
+    def _may_step(self) -> bool:
+        held = self.paused is not None or self.updating or self.unusable is not None
+        return not held and bool(self._schedule.running or self._schedule.waiting)
+
+    def _step(self) -> None:
+        self.steps += 1
+        finished = self._stepper.step(self.version)
+        self._schedule.finish([sequence for sequence, _ in finished])
+        for sequence, reason in finished:
+            self._settle(sequence, reason)
+
+    # ---- in the engine thread: control -------------------------------------------------------------
+
+    def _enqueue(self, requests: Sequence[GenerateRequest]) -> Ticket:
+        if self.unusable is not None:
+            raise Unusable(self.unusable)
+        used = [r.rid for r in requests if r.rid in self._active]
+        if used:
+            raise BadRequest("rid", used[0], "an id that no running request has")
+        self._active.update(r.rid for r in requests)
+        return self._schedule.add(requests)
+
+    def _settle(self, sequence: Sampled, finish: dict[str, object]) -> None:
+        self._active.discard(sequence.request.rid)
+        sequence.ticket.settle(sequence.place, sequence.result(finish))
+
+    def _abort(self, rids: list[str] | None, message: str) -> int:
+        taken = self._schedule.take(rids)
+        for sequence in taken:
+            self._settle(sequence, {"type": "abort", "message": message})
+        return len(taken)
+
+    def _fail_all(self, error: Exception) -> None:
+        for sequence in self._schedule.take(None):
+            self._active.discard(sequence.request.rid)
+            sequence.ticket.fail(error)
+
+    def _pause(self, mode: str) -> None:
+        if mode == "abort":
+            self._abort(None, "aborted by a pause")
+        elif mode == "retract":
+            self._schedule.retract_all()
+        self.paused = mode
+
+    def _resume(self) -> None:
+        if self.updating:
+            raise Refused("a weight update is open; end it first")
+        self.paused = None
+
+    def _flush(self) -> None:
+        if self._schedule.running or (self._schedule.waiting and self.paused is None):
+            count = len(self._schedule.running) + len(self._schedule.waiting)
+            raise Refused(f"the cache is in use by {count} requests; pause with mode retract first")
+        self.model.cache.clear()
+
+    def _begin_update(self) -> None:
+        self.receiver.begin()
+        self.updating = True
+
+    def _receive(self, specs: Sequence[TensorSpec], group: str, flattened: bool) -> None:
+        if not self.updating:
+            raise Refused("no weight update is open; call /begin_weight_update first")
+        try:
+            self.receiver.receive(specs, group=group, flattened=flattened)
+        except Exception as error:
+            self._break(f"a weight update failed: {error}")
+            raise
+
+    def _end_update(self, version: str | None) -> None:
+        if not self.updating:
+            raise Refused("no weight update is open; call /begin_weight_update first")
+        self.updating = False
+        try:
+            self.receiver.end()
+        except Exception as error:
+            self._break(f"a weight update is incomplete: {error}")
+            raise
+        self.unusable = None
+        self.version = version or self.version
+
+    def _load_folder(self, folder: Path, version: str | None, abort: bool) -> int:
+        count = len(self._schedule.running)
+        if self.updating and self.unusable is None:
+            raise Refused("a weight update is open; end it first")
+        if abort:
+            self._abort(None, "aborted by a load of weights")
+        self.model.load_folder(folder)
+        self._schedule.retract_all()
+        self.model.cache.clear()
+        self.updating, self.unusable = False, None
+        self.version = version or self.version
+        return count
+
+    def _set_version(self, version: str, abort: bool) -> None:
+        if self.updating:
+            raise Refused("a weight update is open; end it first")
+        if abort:
+            self._abort(None, "aborted by a change of version")
+        self.version = version
+
+    def _break(self, reason: str) -> None:
+        log.error("%s", reason)
+        self.unusable = reason
+        self._fail_all(Unusable(reason))
+
+
+def _pass_on(inner: Future[T], outer: Future[T]) -> None:
+    error = inner.exception()
+    if error is not None:
+        outer.set_exception(error)
+    else:
+        outer.set_result(inner.result())

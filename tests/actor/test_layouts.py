@@ -1,0 +1,77 @@
+"""Losses, gradient norms and parameter gradients do not depend on how the work is split (real Megatron, gloo)."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.actor import compare
+from tests.helpers.dist import WorkerPool
+
+pytestmark = pytest.mark.dist
+
+# fp32 sums in another order: a few ulps (6e-8 relative) a reduction, over 4 layers and some hundred tokens. A
+# missing or doubled reduction is an error of order one, a wrong clip decision of order 1e-2.
+METRIC_RTOL = 2e-5
+GRADIENT_TOL = 2e-5  # of the tensor's largest entry
+
+LAYOUTS = [
+    {"dp": 2},
+    {"dp": 2, "ep": 2},
+    {"tp": 2},
+    {"pp": 2},
+    {"cp": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def single(pool: WorkerPool, tiny_model: Path) -> dict[str, Any]:
+    return compare.merged(pool.run("tests.actor.work:train", world=1, hf=tiny_model, layout={}))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_equals_one_process(
+    pool: WorkerPool, tiny_model: Path, single: dict[str, Any], layout: dict[str, int]
+) -> None:
+    world = compare.mesh_of(layout).world_size
+    results = pool.run("tests.actor.work:train", world=world, hf=tiny_model, layout=layout)
+    found = compare.merged(results)
+    assert_same_metrics(found["metrics"], single["metrics"])
+    assert found["gradients"].keys() == single["gradients"].keys()
+    for name, expected in single["gradients"].items():
+        error = (found["gradients"][name] - expected).abs().max() / expected.abs().max()
+        assert error < GRADIENT_TOL, (name, float(error))
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2}], ids=str)
+def test_the_distributed_optimizer_takes_the_same_steps(
+    pool: WorkerPool, tiny_model: Path, single: dict[str, Any], layout: dict[str, int]
+) -> None:
+    world = compare.mesh_of(layout).world_size
+    results = pool.run(
+        "tests.actor.work:train", world=world, hf=tiny_model, layout=layout, optim={"distributed": True}
+    )
+    found = compare.merged(results)
+    assert_same_metrics(found["metrics"], single["metrics"])
+    for name, expected in single["weights"].items():
+        # Adam divides by the gradient's own size: where a gradient is all rounding noise the step is too, so
+        # the bound is a fraction of the four steps of 1e-3 that every weight takes
+        assert (found["weights"][name] - expected).abs().max() < 4e-3 * 0.25, name
+        assert (found["weights"][name] - expected).abs().mean() < 4e-3 * 1e-3, name
+
+
+def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected)
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.keys() == b.keys(), a.keys() ^ b.keys()
+        for name in b:
+            # the loss of a first minibatch is a sum that cancels: compare with the size of its terms
+            assert a[name] == pytest.approx(b[name], rel=METRIC_RTOL, abs=2e-7), (step, name)
+
+
+def test_the_comparison_sees_a_wrong_gradient(single: dict[str, Any]) -> None:
+    """Guards the test itself: gradients are not zero, and a factor of two is far outside the tolerance."""
+    for name, g in single["gradients"].items():
+        assert g.abs().max() > 0, name
+        assert not torch.allclose(2 * g, g, rtol=0, atol=GRADIENT_TOL * float(g.abs().max()))

@@ -1,0 +1,129 @@
+"""What the workers of the pool do in actor tests. Every function gets ``rank`` and plain arguments.
+
+Imported by workers only: importing Megatron patches the process for CPU (``actor/cpu.py``), and the test process
+also builds transformers models.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.actor.actor import MegatronActor, build_actor
+from megarl.actor.export import MegatronWeights
+from megarl.actor.names import global_parameters
+from megarl.actor.setup import Parallel, init_parallel
+from megarl.config.schema import Config
+from megarl.experience import advantages_of, make_plan
+from megarl.models.spec import read_spec
+from megarl.types import Sample, TrainPlan
+from tests.actor.compare import mesh_of
+from tests.helpers.samples import random_samples
+
+
+def config_for(hf: Path, **sections: dict[str, Any]) -> Config:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": "unused", "mode": "train_only", "steps": 4},
+        "model": {"hf": str(hf)},
+        "precision": {"dtype": "fp32"},
+        "optim": {"lr": 1e-3, "distributed": False},
+        "algo": {"policy": {"name": "gspo"}, "minibatches": 2},
+        "train": {"row_tokens": 96},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return Config.model_validate(base)
+
+
+def make_actor(config: Config, layout: dict[str, int]) -> MegatronActor:
+    parallel = init_parallel(mesh_of(layout), seed=1, timeout_s=60)
+    return build_actor(config, read_spec(config.model.hf), parallel, optimizer_steps=100)
+
+
+def plan_for(actor: MegatronActor, config: Config, samples: list[Sample]) -> TrainPlan:
+    advantages, _ = advantages_of(samples, config)
+    return make_plan(samples, advantages, config, actor.parallel.mesh, actor.parallel.at.dp)
+
+
+def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """Reduced gradients of this rank's stage under HF names, on the stage's sender."""
+    parameters = [p for _, p in global_parameters(actor.model, actor.parallel)]
+    data = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.main_grad.clone()
+    found = dict(MegatronWeights(actor.model, actor.spec, actor.parallel).tensors())
+    for p, d in zip(parameters, data, strict=True):
+        p.data = d
+    return {name: t.clone() for name, t in found.items()}
+
+
+def train(rank: int, hf: Path, layout: dict[str, int], steps: int = 2, **sections: Any) -> dict[str, Any]:
+    """Train on fixed rollouts: metrics of every optimizer step, the first step's gradients, final weights."""
+    from megatron.core import parallel_state
+
+    config = config_for(hf, **sections)
+    actor = make_actor(config, layout)
+    try:
+        first = None
+        history = []
+        for step in range(steps):
+            plan = plan_for(actor, config, random_samples(8, 4, seed=step))
+            actor.logprobs(plan)
+            for rows in plan.steps:
+                metrics = actor.forward_backward(rows)
+                if first is None and not config.optim.distributed:
+                    first = gradients(actor)
+                metrics += actor.update()
+                history.append(metrics)
+        weights = {n: t.clone() for n, t in actor.weights().tensors()}
+        return {"metrics": history, "gradients": first or {}, "weights": weights}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample]) -> dict[int, Any]:
+    """Per-token log-probs of every sample (trained or not) on the ranks that hold them."""
+    from megatron.core import parallel_state
+
+    config = config_for(hf, algo={"minibatches": 1})
+    actor = make_actor(config, layout)
+    try:
+        plan = plan_for(actor, config, samples)
+        actor.logprobs(plan)
+        return {
+            i: values
+            for row in plan.steps[0]
+            for i, values in _by_sample(row, actor.parallel)
+        }
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _by_sample(row: Any, parallel: Parallel) -> Any:
+    """(sample, log-probs of its tokens 1..L-1) of a row that no context parallelism splits."""
+    assert parallel.mesh.cp == 1
+    if row.old_logprobs is None or parallel.at.tp:
+        return
+    starts = row.cu_seqlens.tolist()
+    for k, i in enumerate(row.samples):
+        length = int(row.lengths[k])
+        yield i, row.old_logprobs[starts[k] : starts[k] + length - 1].clone()
+
+
+def logprob_gradients(
+    rank: int, logits: list[list[float]], targets: list[int], vocab: int, temperature: float
+) -> dict[str, torch.Tensor]:
+    """Log-probs, entropy and a mixed gradient of logits split by columns over all workers."""
+    import torch.distributed as dist
+
+    from megarl.actor.logprobs import logprob_and_entropy
+
+    world = dist.get_world_size()
+    local = torch.tensor(logits).chunk(world, dim=1)[rank].float().clone().requires_grad_()
+    lp, entropy = logprob_and_entropy(
+        local, torch.tensor(targets), vocab_size=vocab, temperature=temperature, group=dist.group.WORLD
+    )
+    mix = lp @ torch.arange(1.0, 6.0) + entropy @ torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])
+    mix.backward()
+    assert local.grad is not None
+    return {"lp": lp.detach(), "entropy": entropy.detach(), "grad": local.grad}

@@ -1,0 +1,288 @@
+"""Contradictions: the valid base has none, and each mistake alone gives exactly its problem."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.files import read_hf_config
+from megarl.config.load import load_config
+from megarl.config.validate import optimizer_steps, validate
+from megarl.errors import ConfigError
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "vocab_size": 101,
+    "max_position_embeddings": 128,
+}
+DENSE = {k: v for k, v in MOE.items() if not k.startswith(("num_exp", "moe"))} | {
+    "model_type": "qwen3"
+}
+SUPPORTED = ("qwen3", "qwen3_moe")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with everything a run of any mode reads."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MOE))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_text("x")
+    for name in ("prompts", "heldout", "demonstrations"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_1.safetensors").write_text("x")
+    (tmp_path / "empty.jsonl").write_text("")
+    return tmp_path
+
+
+def base(place: Path, mode: str) -> list[str]:
+    """A valid run of each mode; the layout has 8 ranks."""
+    common = [f"run.mode={mode}", f"run.dir={place}/run", "run.steps=10", f"model.hf={place}/model"]
+    common += ["optim.lr=1e-4", "parallel={tp: 2, pp: 2, dp: 2, ep: 2}"]
+    if mode == "sft":
+        return [
+            *common,
+            "algo.policy.name=sft",
+            f"data.demonstrations={place}/demonstrations.jsonl",
+        ]
+    common += ["algo.policy.name=gspo"]
+    if mode == "train_only":
+        return [*common, f"data.recorded={place}/rollouts"]
+    return [*common, f"data.prompts={place}/prompts.jsonl"]
+
+
+@dataclass
+class Case:
+    """``set``: overrides on ``mode``'s base. ``expected``: key -> words of found | accepted."""
+
+    set: list[str]
+    expected: dict[str, list[str]]
+    mode: str = "rl"
+    world_size: int | None = 8
+    num_gpus: int = 0
+    hf: dict[str, Any] = field(default_factory=dict)  # changes to MOE
+    dense: bool = False
+
+
+def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
+    texts = [x.replace("HERE", str(place)) for x in case.set]
+    config = load_config([], [*base(place, case.mode), *texts])
+    hf = {**(DENSE if case.dense else MOE), **case.hf}
+    try:
+        validate(
+            config,
+            world_size=case.world_size,
+            num_gpus=case.num_gpus,
+            hf_config={k: v for k, v in hf.items() if v is not None},
+            supported_models=SUPPORTED,
+        )
+    except ConfigError as e:
+        return [(p.key, f"{p.found} | {p.accepted}") for p in e.problems]
+    return []
+
+
+def assert_exactly(case: Case, place: Path) -> None:
+    found = found_problems(case, place)
+    assert sorted(key for key, _ in found) == sorted(case.expected), found
+    for key, text in found:
+        for word in case.expected[key]:
+            assert word in text, text
+
+
+VALID = [
+    Case([], {}),
+    Case([], {}, "sft"),
+    Case([], {}, "train_only"),
+    Case([], {}, world_size=None),
+    Case(["rollout.temperature=0.7"], {}, "train_only"),
+    Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
+    Case(["parallel.etp=1", "parallel.ep=4"], {}),
+    Case(["parallel={cp: 2, dp: 1}"], {}),
+    Case(["rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
+    Case(
+        ["rollout.engine=sglang", "rollout.server_command=[sh]", "rollout.context_length=100"], {}
+    ),
+    Case(["eval.every=2", "data.heldout=HERE/heldout.jsonl", "eval.max_new_tokens=30"], {}),
+    Case(["sync.backend=nccl"], {}, num_gpus=9),
+    Case(["sync.backend=nccl", "rollout.urls=[http://a:1]"], {}, num_gpus=8),
+    Case(["optim.warmup_steps=5", "optim.decay_fraction=0.5", "optim.min_lr_ratio=0.1"], {}),
+    Case(["optim.warmup_steps=15", "algo.minibatches=2"], {}),
+    # Saying that something is off is true, not without effect.
+    Case(
+        ["eval.every=0", "model.load=null", "rollout.urls=[]", "monitor.record_rollouts=false"], {}
+    ),
+    Case(
+        ["eval.every=0", "rollout.port=0", "data.prompts=null", "optim.min_lr_ratio=0"], {}, "sft"
+    ),
+    # The first layers dense, experts in the others: both sizes count. MLA has no key/value heads.
+    Case([], {}, hf={"first_k_dense_replace": 1, "kv_lora_rank": 16, "num_key_value_heads": 3}),
+    Case([], {}, hf={"intermediate_size": 97}),  # of dense layers, which this model does not have
+]
+
+LAYOUT = [
+    Case([], {"parallel": ["tp 2 * pp 2 * cp 1 * dp 2 = 8", "ranks, 16"]}, world_size=16),
+    Case([], {"parallel.tp": ["2", "num_attention_heads = 7 (1, 7)"]},
+         hf={"num_attention_heads": 7}),
+    Case([], {"parallel.tp": ["2", "num_key_value_heads = 1"]}, hf={"num_key_value_heads": 1}),
+    Case(["parallel.ep=1"], {"parallel.tp": ["2", "intermediate_size = 97"]}, dense=True,
+         hf={"intermediate_size": 97}),
+    Case([], {"parallel.tp": ["intermediate_size = 97"]},
+         hf={"intermediate_size": 97, "first_k_dense_replace": 1}),
+    Case([], {"parallel.tp": ["the shared experts' intermediate size = 51"]},
+         hf={"shared_expert_intermediate_size": 51}),
+    Case([], {"parallel.tp": ["moe_intermediate_size = 49 (1, 7, 49)"]},
+         hf={"moe_intermediate_size": 49}),
+    Case(["parallel.etp=2"], {"parallel.etp": ["2", "moe_intermediate_size = 49"]},
+         hf={"moe_intermediate_size": 49}),
+    Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
+    Case([], {"parallel.ep": ["2", "the number of experts = 9 (1, 3, 9)"]}, hf={"num_experts": 9}),
+    Case(["parallel.ep=4"], {"parallel.ep": ["ep 4 * etp 2 = 8 (etp is tp by default)",
+                                             "divides tp 2 * cp 1 * dp 2 = 4"]}),
+    Case([], {"parallel.ep": ["2", "1: the model has no experts"]}, dense=True),
+    Case(["parallel={tp: 2, cp: 2, dp: 1}", "train.row_tokens=4100"],
+         {"train.row_tokens": ["4100", "a multiple of 8 (2 * cp 2 * tp 2)"]}),
+    Case(["train.row_tokens=4097"], {"train.row_tokens": ["a multiple of 2 (tp 2)"]}),
+    Case([], {"model.hf": ["llama", "of type qwen3, qwen3_moe"]}, hf={"model_type": "llama"}),
+    Case([], {"model.hf": ["without num_hidden_layers, vocab_size"]},
+         hf={"num_hidden_layers": None, "vocab_size": None}),
+]  # fmt: skip
+
+SETTINGS = [
+    # batches
+    Case(["algo.minibatches=3"], {"data.prompts_per_step": ["32", "algo.minibatches = 3"]}),
+    Case(["algo.minibatches=3"], {"data.prompts_per_step": ["multiple"]}, "sft"),
+    Case(["data.prompts_per_step=1", "parallel={pp: 1, dp: 16}"], world_size=32,
+         expected={"data.prompts_per_step": ["1 (times 8 samples", "dp 16 ranks in each of 1"]}),
+    Case(["data.prompts_per_step=2", "algo.minibatches=2"],
+         {"data.prompts_per_step": ["dp 2 ranks in each of 2"]}, "sft"),
+    Case(["data.samples_per_prompt=1"],
+         {"data.samples_per_prompt": ["1", "at least 2: algo.advantage=grpo"]}),
+    # schedule
+    Case(["optim.betas=[0.9,1]"], {"optim.betas[1]": ["1.0", ">= 0 and < 1"]}),
+    Case(["optim.betas=[-0.1,0.9]"], {"optim.betas[0]": ["-0.1"]}),
+    Case(["optim.warmup_steps=10"], {"optim.warmup_steps": ["10", "less than the run's 10"]}),
+    Case(["optim.warmup_steps=6", "optim.decay_fraction=0.5"],
+         {"optim.warmup_steps": ["6", "the last 5 of which fall"]}),
+    # mode
+    Case(["data.prompts=null"], {"data.prompts": ["nothing", "run.mode=rl reads it"]}),
+    Case(["data.demonstrations=null"], {"data.demonstrations": ["run.mode=sft"]}, "sft"),
+    Case(["data.recorded=null"], {"data.recorded": ["run.mode=train_only"]}, "train_only"),
+    Case(["algo.policy.name=sft"], {"algo.policy.name": ["sft", "gspo, ppo_clip", "run.mode=rl"]}),
+    Case(["algo.policy.name=sapo"], {"algo.policy.name": ["sapo | sft, as run.mode=sft"]}, "sft"),
+    Case(["eval.every=2"], {"data.heldout": ["nothing", "eval.every=2 reads it"]}),
+    Case(["eval.every=2", "data.heldout=HERE/model/../prompts.jsonl"],
+         {"data.heldout": ["the file of data.prompts"]}),
+    # lengths
+    Case(["rollout.max_new_tokens=64"], {"rollout.max_new_tokens": ["64", "context_length = 64"]}),
+    Case(["eval={every: 1, max_new_tokens: 99}", "data.heldout=HERE/heldout.jsonl"],
+         {"eval.max_new_tokens": ["99", "context_length = 64"]}),
+    Case(["train.row_tokens=62"], {"train.row_tokens": ["62", "context_length = 64"]}),
+    Case(["train.row_tokens=16", "rollout.urls=[http://a:1]"],
+         {"train.row_tokens": ["16", "rollout.max_new_tokens = 16, plus a prompt"]}),
+    Case(["rollout.context_length=129"],
+         {"rollout.context_length": ["129", "max_position_embeddings = 128"]}),
+    # servers and devices
+    Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
+    Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),
+    Case(["rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["http://a:1/ again"]}),
+    *(
+        Case([f"rollout.urls=['{url}']"], {"rollout.urls[0]": [f"{url} | http://host:port"]})
+        for url in ("a:1", "ftp://a:1", "http://a", "http://a:x", "http://a:99999", "http://:1",
+                    "http://a:1/generate", "http://me:secret@a:1", "http://[::1:3", "http://a:1?x=1")
+    ),
+    Case(["sync.backend=nccl"], {"sync.backend": ["nccl with 8 devices", "gloo, or 9 devices"]},
+         num_gpus=8),
+    Case(["sync.backend=nccl", "rollout.urls=[http://a:1]"], {"sync.backend": ["with 7", "or 8"]},
+         num_gpus=7),
+]  # fmt: skip
+
+FILES = [
+    Case(["model.hf=HERE/nowhere"], {"model.hf": ["nowhere, which does not exist", "downloaded"]}),
+    Case(["model.hf=HERE/prompts.jsonl"], {"model.hf": ["which is no folder"]}),
+    Case(["model.load=HERE/nowhere"], {"model.load": ["which does not exist", "checkpoint"]}),
+    Case(["data.prompts=HERE/nowhere"], {"data.prompts": ["nowhere, which does not exist"]}),
+    Case(["data.prompts=HERE/empty.jsonl"], {"data.prompts": ["which is empty", "at least one"]}),
+    Case(["data.prompts=HERE/model"], {"data.prompts": ["which is no file"]}),
+    Case(["data.heldout=HERE/no", "eval.every=1"], {"data.heldout": ["does not exist"]}),
+    Case(["data.demonstrations=HERE/no"], {"data.demonstrations": ["does not exist"]}, "sft"),
+    Case(["data.recorded=HERE/no"], {"data.recorded": ["does not exist", "step_N"]}, "train_only"),
+    Case(["data.recorded=HERE/model"], {"data.recorded": ["without a recorded"]}, "train_only"),
+    Case(["rollout.key_file=HERE/no"], {"rollout.key_file": ["no file", "with the key"]}),
+    Case(["rollout.engine=sglang", "rollout.server_command=[HERE/python]"],
+         {"rollout.server_command": ["which is no program here"]}),
+    Case(["run.dir=HERE/prompts.jsonl/run"], {"run.dir": ["prompts.jsonl is a file"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALID, ids=str)
+def test_a_valid_run_has_no_problem(case: Case, place: Path) -> None:
+    assert found_problems(case, place) == []
+
+
+@pytest.mark.parametrize("case", [*LAYOUT, *SETTINGS, *FILES], ids=str)
+def test_a_contradiction_alone_gives_exactly_its_problem(case: Case, place: Path) -> None:
+    assert_exactly(case, place)
+
+
+def test_all_contradictions_are_reported_at_once(place: Path) -> None:
+    case = Case(
+        ["optim.betas=[2,2]", "algo.minibatches=3", "rollout.urls=[x]", "data.prompts=HERE/no"],
+        {
+            **{"parallel": ["= 8"], "parallel.pp": ["= 5"], "data.prompts_per_step": ["32"]},
+            **{
+                "optim.betas[0]": [],
+                "optim.betas[1]": [],
+                "rollout.urls[0]": [],
+                "data.prompts": [],
+            },
+        },
+        world_size=3,
+        hf={"num_hidden_layers": 5},
+    )
+    assert_exactly(case, place)
+
+
+@pytest.mark.parametrize(
+    "file, words",
+    [
+        ("config.json", "without config.json"),
+        ("tokenizer.json", "without a tokenizer"),
+        ("model.safetensors", "without *.safetensors"),
+    ],
+)
+def test_an_incomplete_model_folder_says_what_is_missing(
+    place: Path, file: str, words: str
+) -> None:
+    (place / "model" / file).unlink()
+    assert_exactly(Case([], {"model.hf": [words]}), place)
+
+
+def test_weights_in_the_folder_are_not_needed_with_a_checkpoint(place: Path) -> None:
+    (place / "model" / "model.safetensors").unlink()
+    assert found_problems(Case(["model.load=HERE/rollouts"], {}), place) == []
+
+
+def test_a_broken_config_json_is_one_problem_and_reads_as_none(place: Path) -> None:
+    (place / "model" / "config.json").write_text("{")
+    assert_exactly(Case([], {"model.hf": ["config.json, which does not parse"]}), place)
+    assert read_hf_config(place / "model") is None
+
+
+def test_paths_are_not_looked_at_where_they_cannot_be(place: Path) -> None:
+    config = load_config([], [*base(place, "rl"), "model.hf=/nowhere", "data.prompts=/nowhere"])
+    validate(config, world_size=8, num_gpus=0, hf_config=None, check_paths=False)
+
+
+def test_optimizer_steps_count_minibatches(place: Path) -> None:
+    assert optimizer_steps(load_config([], [*base(place, "rl"), "algo.minibatches=4"])) == 40

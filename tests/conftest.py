@@ -1,0 +1,31 @@
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.dist import WorkerPool
+
+os.environ["OMP_NUM_THREADS"] = "1"
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE with weights large enough to make its distribution far from uniform."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "--init-std", "0.1")
+
+
+def make_tiny_model(out: Path, *arguments: str) -> Path:
+    tool = str(ROOT / "tools" / "make_tiny_model.py")
+    subprocess.run([sys.executable, tool, str(out), *arguments], check=True, timeout=120)
+    return out

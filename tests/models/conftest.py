@@ -1,0 +1,72 @@
+"""Tiny random models as transformers saves them: the reference for names, shapes and bytes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": EXPERTS,
+    "moe_with_dense_layers": {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 1},
+    "moe_every_second_layer": {**EXPERTS, "decoder_sparse_step": 2},
+    "moe_tied": {**EXPERTS, "tie_word_embeddings": True},
+    "moe_bfloat16": {**EXPERTS, "dtype": "bfloat16"},
+    "dense": {},
+    "dense_tied": {"tie_word_embeddings": True},
+}
+
+
+def save_tiny(folder: Path, **options: Any) -> Path:
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    sizes = {**SIZES, **options}
+    dtype = getattr(torch, sizes.pop("dtype", "float32"))
+    torch.manual_seed(0)
+    model: Any
+    if "num_experts" in sizes:
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+    else:
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    with torch.no_grad():  # norms are all ones at birth: a swap among them would go unnoticed
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of ``MODELS``, made once a session. Tests must not change it."""
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_tiny(tmp_path_factory.mktemp(name), **MODELS[name])
+        return folders[name]
+
+    return get
