@@ -128,14 +128,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.")] = 0,
     key_file: Annotated[
-        Path | None, typer.Option(help="File with the key that every request has to send.")
+        Path | None, typer.Option(help="File with the key of every request; made if missing.")
     ] = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="Written once requests are taken: url, pid, host.")
     ] = None,
     max_running: Annotated[int, typer.Option(help="Sequences decoded together.")] = 256,
     context_length: Annotated[int, typer.Option(help="Tokens of the longest sequence.")] = 64,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
     fixed_shape: Annotated[
         bool, typer.Option(help="Always compute full batches: bits do not depend on neighbours.")
     ] = True,
@@ -144,7 +144,7 @@ def serve(
     """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
     from megarl.serve import main as serve_main
 
-    serve_main(
+    status = serve_main(
         model=model,
         host=host,
         port=port,
@@ -156,6 +156,7 @@ def serve(
         fixed_shape=fixed_shape,
         parent_pid=parent_pid,
     )
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -6,7 +6,7 @@
     run.lock              held (flock) by rank 0 while the run lives
     logs/rank_N.log server_K.log torchrun.log                         errors/rank_N.json     first error of a rank
     metrics.jsonl         tensorboard/   report.html
-    samples/step_N.jsonl  rollouts/step_N.safetensors                 checkpoints/step_N/
+    samples/step_N.jsonl  rollouts/step_N.npz                          checkpoints/step_N/
     server_K.json         {"url", "pid", "host"} of a managed server  server.key             mode 0600
 """
 
@@ -14,6 +14,8 @@ import fcntl
 import json
 import os
 import socket
+import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -74,6 +76,24 @@ class RunDir:
 
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def record_error(self, rank: int, where: str, error: BaseException) -> None:
+        """The file ``megarl first-error`` looks for; of a rank's errors the first is kept."""
+        path = self.errors / f"rank_{rank}.json"
+        if path.exists():
+            return
+        write_json(
+            path,
+            {
+                "time": time.time(),
+                "rank": rank,
+                "host": socket.gethostname(),
+                "where": where,
+                "error": type(error).__name__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(error)),
+            },
+        )
 
     def lock(self) -> IO[str]:
         """Own the directory until the returned file is closed (the system lets go if the process dies).

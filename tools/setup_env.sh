@@ -139,7 +139,7 @@ prepare_folder() {
     interpreter=$venv/bin/python
     supported "$interpreter" || die "$venv has $("$interpreter" -V); 3.11 or 3.12 is needed: remove it"
     if [[ -n ${PYTHON:-} ]]; then
-      wanted=$("$PYTHON" -V) || die "PYTHON=$PYTHON does not run"
+      wanted=$("$PYTHON" -V 2>/dev/null) || die "PYTHON=$PYTHON does not run"
       [[ $wanted == "$("$interpreter" -V)" ]] ||
         die "PYTHON=$PYTHON is $wanted, $venv has $("$interpreter" -V): remove $venv to change it"
     fi

@@ -17,6 +17,7 @@ class Parallel:
 
     mesh: Mesh
     rank: int
+    local_rank: int  # 0 on one rank of every node
     at: Coordinates
     device: torch.device
     tp: dist.ProcessGroup
@@ -66,6 +67,7 @@ def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: floa
     return Parallel(
         mesh=mesh,
         rank=rank,
+        local_rank=local_rank,
         at=mesh.coordinates(rank),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         tp=parallel_state.get_tensor_model_parallel_group(),

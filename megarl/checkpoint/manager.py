@@ -65,26 +65,23 @@ class CheckpointManager:
             copy_hf_files(hf_files, part / HF)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
-            for old in self.steps()[: -self.keep]:
+            for old in self.complete_steps(self.folder)[: -self.keep]:
                 shutil.rmtree(self.folder / f"step_{old}")
 
         self._on_rank_zero(publish, "publishing a checkpoint")
         return final
 
-    def steps(self) -> list[int]:
-        """Complete checkpoints, oldest first. Not collective."""
-        if not self.folder.is_dir():
-            return []
-        names = [_NAME.fullmatch(p.name) for p in self.folder.iterdir() if (p / LOOP).is_file()]
-        return sorted(int(m[1]) for m in names if m)
+    def loop_state(self, step: int) -> dict[str, Any]:
+        """What ``save`` got as ``loop_state``. Not collective: every rank reads it."""
+        return read_json(self.folder / f"step_{step}" / LOOP)
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Folder and loop state of the newest complete checkpoint. Not collective."""
-        steps = self.steps()
-        if not steps:
-            return None
-        path = self.folder / f"step_{steps[-1]}"
-        return path, read_json(path / LOOP)
+    @staticmethod
+    def complete_steps(folder: Path) -> list[int]:
+        """Steps of the complete checkpoints in ``folder``, oldest first."""
+        if not folder.is_dir():
+            return []
+        names = [_NAME.fullmatch(p.name) for p in folder.iterdir() if (p / LOOP).is_file()]
+        return sorted(int(m[1]) for m in names if m)
 
     def _on_rank_zero(self, action: Callable[[], None], what: str) -> None:
         error: Exception | None = None
@@ -96,6 +93,25 @@ class CheckpointManager:
             except RunError as e:
                 error = e
         agree(error, self.host, what)
+
+
+def publish_model(
+    out: Path, model: dict[str, Any], hf_files: Path, write: Callable[[Path], None]
+) -> None:
+    """A checkpoint of weights alone, by one process, whole or not at all. Raises DataError if ``out`` exists."""
+    if out.exists():
+        raise DataError(f"{out} already exists; checkpoints are never overwritten")
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        (part / MEGATRON).mkdir(parents=True)
+        write(part / MEGATRON)
+        write_json(part / MODEL, model)
+        copy_hf_files(hf_files, part / HF)
+        part.rename(out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def copy_hf_files(source: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """Do the files that this run will read exist, and are they what the setting promises?"""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,10 @@ def file_problems(config: Config) -> Iterator[Problem]:
     yield from _run_dir(config.run.dir)
     yield from _hf_folder(config)
     if config.model.load is not None:
-        yield from _folder("model.load", config.model.load, "a Megatron checkpoint's folder")
+        accepted = "the folder of a checkpoint, with megatron/ in it"
+        yield from _folder("model.load", config.model.load, accepted)
+        if config.model.load.is_dir() and not (config.model.load / "megatron").is_dir():
+            yield Problem("model.load", f"{config.model.load} without megatron/", accepted)
     if config.run.mode == "rl":
         yield from _jsonl("data.prompts", config.data.prompts)
         yield from _jsonl("data.heldout", config.data.heldout)
@@ -24,11 +28,7 @@ def file_problems(config: Config) -> Iterator[Problem]:
     elif config.run.mode == "sft":
         yield from _jsonl("data.demonstrations", config.data.demonstrations)
     elif config.data.recorded is not None:
-        accepted = "a folder with step_N.safetensors, as rollouts/ of a run with record_rollouts"
-        folder = config.data.recorded
-        yield from _folder("data.recorded", folder, accepted)
-        if folder.is_dir() and not any(folder.glob("step_*.safetensors")):
-            yield Problem("data.recorded", f"{folder}, without a recorded step", accepted)
+        yield from _recorded(config.data.recorded, config.run.steps)
 
 
 def read_hf_config(folder: Path) -> dict[str, Any] | None:
@@ -62,8 +62,15 @@ def _hf_folder(config: Config) -> Iterator[Problem]:
         yield Problem(
             "model.hf", f"{folder} without a tokenizer", f"one of {', '.join(_TOKENIZERS)}"
         )
-    if config.model.load is None and not any(folder.glob("*.safetensors")):
-        yield Problem("model.hf", f"{folder} without *.safetensors", "weights there, or model.load")
+    rollout = config.rollout
+    served = config.run.mode == "rl" and not rollout.urls and rollout.engine == "embedded"
+    if (config.model.load is None or served) and not any(folder.glob("*.safetensors")):
+        accepted = (
+            "weights there: the managed server starts with them"
+            if served
+            else ("weights there, or model.load")
+        )
+        yield Problem("model.hf", f"{folder} without *.safetensors", accepted)
 
 
 def _server_files(config: Config) -> Iterator[Problem]:
@@ -78,6 +85,19 @@ def _server_files(config: Config) -> Iterator[Problem]:
         yield Problem(
             "rollout.server_command", found, "a program's path, or its name on PATH, first"
         )
+
+
+def _recorded(folder: Path, steps: int) -> Iterator[Problem]:
+    accepted = f"a folder with step_1.npz to step_{steps}.npz (monitor.record_rollouts writes them)"
+    yield from _folder("data.recorded", folder, accepted)
+    if not folder.is_dir():
+        return
+    names = (re.fullmatch(r"step_(\d+)\.npz", path.name) for path in folder.iterdir())
+    found = {int(m[1]) for m in names if m}
+    missing = next((s for s in range(1, steps + 1) if s not in found), None)
+    if missing is not None:
+        state = f"{len(found)} recorded steps, without step {missing}"
+        yield Problem("data.recorded", f"{folder} with {state}", accepted)
 
 
 def _folder(key: str, path: Path, accepted: str) -> Iterator[Problem]:

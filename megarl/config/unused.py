@@ -58,7 +58,8 @@ RULES = (
         (
             *("data.prompts", "data.heldout", "data.demonstrations", "data.reward"),
             *("data.prompts_per_step", "data.samples_per_prompt"),
-            *("rollout.*", "sync.*", "eval.*", "monitor.record_rollouts"),
+            *("rollout.*", "sync.*", "eval.*"),
+            *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
         "run.mode=train_only replays data.recorded: its prompts, samples and rewards are fixed",
         "leave it out, or run.mode=rl",
@@ -67,8 +68,8 @@ RULES = (
     Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
         (
-            *("rollout.port", "rollout.max_running", "rollout.context_length"),
-            *("rollout.fixed_shape", "rollout.server_command", "rollout.server_args"),
+            *("rollout.port", "rollout.max_running", "rollout.fixed_shape"),
+            *("rollout.server_command", "rollout.server_args"),
         ),
         "the servers of rollout.urls already run with settings of their own",
         "leave it out, or leave out rollout.urls",

@@ -15,6 +15,7 @@ from megarl.config.schema import Config
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 
+_SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port")
 _SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
 
 
@@ -116,33 +117,24 @@ def _schedule(config: Config) -> Iterator[Problem]:
 
 
 def _lengths(config: Config, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """A sample must fit its row, and a managed server's sequence the prompt and the response."""
+    """A server's sequence holds a prompt and a response, and a packed row any such sequence."""
     if config.run.mode != "rl":
         return
-    rollout, row = config.rollout, config.train.row_tokens
-    wanted = {"rollout.max_new_tokens": rollout.max_new_tokens}
+    context, row = config.rollout.context_length, config.train.row_tokens
+    wanted = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
     if config.eval.every and config.data.heldout is not None:
         wanted["eval.max_new_tokens"] = config.eval.max_new_tokens
-    if rollout.urls:
-        if row <= rollout.max_new_tokens:
-            accepted = f"more than rollout.max_new_tokens = {rollout.max_new_tokens}, plus a prompt"
-            yield Problem("train.row_tokens", str(row), accepted)
-        return
     for key, tokens in wanted.items():
-        if tokens >= rollout.context_length:
-            accepted = (
-                f"less than rollout.context_length = {rollout.context_length}, minus a prompt"
-            )
+        if tokens >= context:
+            accepted = f"less than rollout.context_length = {context}, minus a prompt"
             yield Problem(key, str(tokens), accepted)
-    if row < rollout.context_length:
-        accepted = (
-            f"at least rollout.context_length = {rollout.context_length}: a sample fits a row"
-        )
+    if row < context:
+        accepted = f"at least rollout.context_length = {context}: a sample fits a row"
         yield Problem("train.row_tokens", str(row), accepted)
     limit = (hf or {}).get("max_position_embeddings")
-    if isinstance(limit, int) and rollout.context_length > limit:
+    if isinstance(limit, int) and context > limit:
         accepted = f"at most max_position_embeddings = {limit} of the model"
-        yield Problem("rollout.context_length", str(rollout.context_length), accepted)
+        yield Problem("rollout.context_length", str(context), accepted)
 
 
 def _servers(config: Config) -> Iterator[Problem]:
@@ -152,6 +144,13 @@ def _servers(config: Config) -> Iterator[Problem]:
     if rollout.engine == "sglang" and not rollout.urls and not rollout.server_command:
         accepted = "the command that starts SGLang, or rollout.urls of servers that run"
         yield Problem("rollout.server_command", "nothing", accepted)
+    if rollout.urls and rollout.key_file is None:
+        accepted = "the file with the key of the servers in rollout.urls"
+        yield Problem("rollout.key_file", "nothing", accepted)
+    for i, argument in enumerate(rollout.server_args):
+        if argument.partition("=")[0] in _SET_BY_THE_RUN:
+            accepted = f"anything but {', '.join(_SET_BY_THE_RUN)}: the run sets these"
+            yield Problem(f"rollout.server_args[{i}]", argument, accepted)
     for i, url in enumerate(rollout.urls):
         if not _is_server_url(url):
             yield Problem(f"rollout.urls[{i}]", url, "http://host:port")

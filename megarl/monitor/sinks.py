@@ -19,16 +19,18 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import RunError
-from megarl.protocols import MetricSink
 from megarl.rundir import RunDir
+
+if TYPE_CHECKING:  # brings torch, which reading metrics does not need
+    from megarl.protocols import MetricSink
 
 log = logging.getLogger(__name__)
 
 
-def open_sinks(run: RunDir, *, tensorboard: bool, resume_step: int | None) -> list[MetricSink]:
+def open_sinks(run: RunDir, *, tensorboard: bool, resume_step: int | None) -> "list[MetricSink]":
     """The sinks of rank 0. ``resume_step``: the last step that is kept; None for a fresh run."""
     sinks: list[MetricSink] = [JsonlSink(run.metrics, resume_step=resume_step)]
     if tensorboard:

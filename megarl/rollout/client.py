@@ -2,12 +2,13 @@
 
 What a caller may rely on:
 
-1. A call ends by its deadline, with validated results or with a ServerError that names the server, the
-   request id, what was found and what was expected.
+1. A call ends by its deadline, with validated results or with a ServerError that names the server,
+   the request id, what was found and what was expected.
 2. A request that may still be running when its connection broke is aborted before it is sent again
    under a new id, at most `RETRIES` times, within the same deadline. 4xx is never sent again.
-3. No answer is repaired: as many log-probs as tokens, all finite, of those very tokens; a known finish
-   reason; version spans that cover the response without a gap. Aborted responses are returned as such.
+3. No answer is repaired: as many log-probs as tokens, all finite, of those very tokens; a known
+   finish reason; version spans that cover the response without a gap. Aborted responses are
+   returned as such.
 4. The key goes with every call. Proxies from the environment are not used.
 """
 
@@ -27,14 +28,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.errors import ServerError
+from megarl.rollout.control import ServerControl, new_session
 from megarl.types import Completion, Finish, VersionSpan
 
+__all__ = ["RolloutClient", "Sampling", "ServerControl"]
 log = logging.getLogger(__name__)
 
 RETRIES = 2
 _BACK_OFF_S = (0.2, 0.6)
-_ABORT_TIMEOUT_S = 5.0
+_ABORT_TIMEOUT_S = 2.0
 _LOGPROB_SLACK = 1e-3  # rounding may lift the log-prob of a certain token above 0
+Routing = tuple[int, int] | None
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 
 
@@ -63,14 +67,17 @@ class RolloutClient:
         sampling: Sampling,
         seeds: Sequence[int],
         *,
-        routing: bool = False,
+        routing: Routing = None,
     ) -> list[Completion]:
-        """`n` responses to one prompt in one request, in the order of `seeds`. Raises ServerError."""
+        """`n` responses to one prompt in one request, in the order of `seeds`. Raises ServerError.
+
+        `routing`: ask for routed experts too, of this many (MoE layers, experts a token).
+        """
         assert len(seeds) == n, (len(seeds), n)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         for attempt in range(RETRIES + 1):
             rids = [f"{uuid.uuid4().hex}-{i}" for i in range(n)]
-            body = _generate_body(prompt_ids, sampling, seeds, rids, routing)
+            body = _generate_body(prompt_ids, sampling, seeds, rids, routing is not None)
             try:
                 status, text = await self._request("POST", "/generate", body, deadline)
             except TimeoutError as error:
@@ -133,7 +140,12 @@ class RolloutClient:
             log.warning("%s: %d of %d aborts failed", self.url, len(failed), len(rids))
 
     def _completions(
-        self, text: str, rids: Sequence[str], prompt_length: int, sampling: Sampling, routing: bool
+        self,
+        text: str,
+        rids: Sequence[str],
+        prompt_length: int,
+        sampling: Sampling,
+        routing: Routing,
     ) -> list[Completion]:
         try:
             replies = json.loads(text)
@@ -148,7 +160,7 @@ class RolloutClient:
         ]
 
     def _completion(
-        self, reply: Any, rid: str, prompt_length: int, sampling: Sampling, routing: bool
+        self, reply: Any, rid: str, prompt_length: int, sampling: Sampling, routing: Routing
     ) -> Completion:
         try:
             return read_completion(reply, rid, prompt_length, sampling, routing)
@@ -161,12 +173,6 @@ class RolloutClient:
         return ServerError(f"{self.url}: request {rids[0]}: found {found}; expected: {expected}")
 
 
-def new_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """A session without a limit on connections, without proxies, that sends `headers`."""
-    connector = aiohttp.TCPConnector(limit=0)
-    return aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
-
-
 class _Mismatch(Exception):
     def __init__(self, found: object, expected: str) -> None:
         super().__init__(found, expected)
@@ -174,7 +180,7 @@ class _Mismatch(Exception):
 
 
 def read_completion(
-    reply: Mapping[str, Any], rid: str, prompt_length: int, sampling: Sampling, routing: bool
+    reply: Mapping[str, Any], rid: str, prompt_length: int, sampling: Sampling, routing: Routing
 ) -> Completion:
     """Checks one reply and takes it over. Raises _Mismatch, or what indexing wrong JSON raises."""
     tokens, meta = reply["output_ids"], reply["meta_info"]
@@ -199,7 +205,7 @@ def read_completion(
         logprobs=np.array(values, np.float32),
         finish=finish,
         version_spans=_spans(meta, count),
-        routing=_routing(meta, prompt_length + count) if routing else None,
+        routing=None if routing is None else _routing(meta, prompt_length + count, routing),
     )
 
 
@@ -232,9 +238,9 @@ def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _routing(meta: Mapping[str, Any], length: int) -> NDArray[np.int32]:
-    """[length - 1, MoE layers * top-k]: only the model knows how the last axis divides."""
-    encoded = meta.get("routed_experts")
+def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int]) -> NDArray[np.int32]:
+    """[length - 1, MoE layers, top-k]: the last token was never routed."""
+    encoded: Any = meta.get("routed_experts")
     _expect(isinstance(encoded, str), "no routed_experts", "routed experts in base64")
     try:
         flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
@@ -242,10 +248,9 @@ def _routing(meta: Mapping[str, Any], length: int) -> NDArray[np.int32]:
         raise _Mismatch(
             f"routed experts that do not decode ({error})", "base64 of int32"
         ) from error
-    rows = length - 1
-    whole = rows > 0 and flat.size > 0 and flat.size % rows == 0
-    _expect(whole, f"{flat.size} routed experts", f"a multiple of {rows} tokens")
-    return flat.reshape(rows, -1).astype(np.int32)
+    full = (length - 1, *shape)
+    _expect(flat.size == math.prod(full), f"{flat.size} routed experts", f"{full}")
+    return flat.reshape(full).astype(np.int32)
 
 
 def _expect(condition: bool, found: object, expected: str) -> None:

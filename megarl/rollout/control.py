@@ -1,4 +1,5 @@
-"""A rollout server as a weight push sees it: operations of `WeightSink.control` on SGLang's endpoints."""
+"""A rollout server as a weight push sees it: operations of `WeightSink.control` on SGLang's
+endpoints."""
 
 import asyncio
 import json
@@ -9,7 +10,6 @@ from typing import Any
 import aiohttp
 
 from megarl.errors import ServerError
-from megarl.rollout.client import new_session
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     ),
     "join_group": (Call("/init_weights_update_group", _given),),
     "leave_group": (Call("/destroy_weights_update_group", _given),),
-    "receive": (Call("/update_weights_from_distributed", _given),),
+    "receive": (
+        Call(
+            "/update_weights_from_distributed",
+            lambda p: {"load_format": "flattened_bucket", "flush_cache": False, **p},
+        ),
+    ),
     "load_path": (Call("/update_weights_from_disk", _given),),
     "digest": (Call("/weights_checker", lambda p: {"action": "digest"}),),
     "commit": (
@@ -62,9 +67,10 @@ class ServerControl:
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs the operation's calls in order; returns the last JSON reply.
 
-        Payloads: `join_group`, `leave_group`, `receive`, `load_path` carry SGLang's own fields; `commit`
-        {"version": int}; `begin`, `digest` nothing. Raises ServerError naming the server and the call
-        that was refused, failed or did not end within `timeout_s` (of all calls together).
+        Payloads: `join_group`, `leave_group`, `receive`, `load_path` carry SGLang's own fields;
+        `commit` {"version": int}; `begin`, `digest` nothing. Raises ServerError naming the server
+        and the call that was refused, failed or did not end within `timeout_s` (of all calls
+        together).
         """
         calls = OPERATIONS[op]
         return asyncio.run(self._run(op, calls, payload, timeout_s))
@@ -105,6 +111,12 @@ class ServerControl:
         if not isinstance(reply, dict) or reply.get("success") is False:
             raise ServerError(f"{self.name}: {call.path}: refused: {_message(text)}")
         return reply
+
+
+def new_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """A session without a limit on connections, without proxies, that sends `headers`."""
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, headers=headers, trust_env=False)
 
 
 def _message(text: str) -> str:

@@ -1,17 +1,17 @@
 """The engine behind `megarl serve`: continuous batching in a thread of its own.
 
-All state (queue, slots, weights, version, the update in progress) belongs to the engine thread. Other
-threads hand it functions and get futures; it runs them between two steps, so a control operation never
-sees half a step, and while an update receives weights no token is sampled.
+All state (queue, slots, weights, version, the update in progress) belongs to the engine thread.
+Other threads hand it functions and get futures; it runs them between two steps, so a control
+operation never sees half a step, and while an update receives weights no token is sampled.
 
 1. Tokens are sampled only when the engine is neither paused, nor updating, nor unusable.
-2. Weights: `begin_update`, any number of `receive`, `end_update`. An error in between makes the engine
-   unusable: every request, present and future, fails with the reason, until an update that received
-   every weight, or a load from disk, succeeds.
-3. The version is a label on sampled tokens. It moves in `set_version`, in a load from disk that names
-   one, and in an `end_update` that names one; never by receiving alone.
-4. In fixed-shape mode a request's tokens and log-probs, with a seed, depend on nothing but the request
-   and the weights (see embedded_model.py and embedded_sampling.py for how).
+2. Weights: `begin_update`, any number of `receive`, `end_update`. An error in between makes the
+   engine unusable: every request, present and future, fails with the reason, until an update that
+   received every weight, or a load from disk, succeeds.
+3. The version is a label on sampled tokens. It moves in `set_version`, in a load from disk that
+   names one, and in an `end_update` that names one; never by receiving alone.
+4. In fixed-shape mode a request's tokens and log-probs, with a seed, depend on nothing but the
+   request and the weights (see embedded_model.py and embedded_sampling.py for how).
 """
 
 import logging
@@ -87,7 +87,7 @@ class Engine:
         self._num_threads = num_threads
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # ---- from any thread ---------------------------------------------------------------------------
+    # ---- from any thread -----------------------------------------------------------------------
 
     def start(self) -> None:
         if self.model.fixed_shape:
@@ -95,7 +95,8 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """Ends the thread after its present step; a receive that blocks it is left to the process's end."""
+        """Ends the thread after its present step; a receive that blocks it is left to the
+        process's end."""
         self._inbox.put(None)
         self._thread.join(timeout_s)
 
@@ -127,8 +128,8 @@ class Engine:
         return self._call(lambda: self._abort(rids, "aborted on request"))
 
     def pause(self, mode: str) -> Future[None]:
-        """No token is sampled until `resume`. abort: end every request; retract: keep them, feed them
-        anew afterwards; in_place: keep them with their keys and values."""
+        """No token is sampled until `resume`. abort: end every request; retract: keep them, feed
+        them anew afterwards; in_place: keep them with their keys and values."""
         return self._call(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
@@ -147,7 +148,8 @@ class Engine:
         return self._call(lambda: self._end_update(version))
 
     def load_folder(self, folder: Path, version: str | None, *, abort: bool) -> Future[int]:
-        """Weights from disk, between two steps; running requests are fed anew. Returns how many ran."""
+        """Weights from disk, between two steps; running requests are fed anew. Returns how many
+        ran."""
         return self._call(lambda: self._load_folder(folder, version, abort))
 
     def set_version(self, version: str, *, abort: bool) -> Future[None]:
@@ -185,7 +187,7 @@ class Engine:
         self._inbox.put(run)
         return future
 
-    # ---- in the engine thread: the loop ------------------------------------------------------------
+    # ---- in the engine thread: the loop --------------------------------------------------------
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)
@@ -202,7 +204,8 @@ class Engine:
         self._fail_all(ServerError("the server is shutting down"))
 
     def _serve_inbox(self) -> bool:
-        """Runs what has been handed in; waits for something if there is no step to do. False: stop."""
+        """Runs what has been handed in; waits for something if there is no step to do. False:
+        stop."""
         while True:
             try:
                 function = self._inbox.get(block=not self._may_step())
@@ -223,7 +226,7 @@ class Engine:
         for sequence, reason in finished:
             self._settle(sequence, reason)
 
-    # ---- in the engine thread: control -------------------------------------------------------------
+    # ---- in the engine thread: control ---------------------------------------------------------
 
     def _enqueue(self, requests: Sequence[GenerateRequest]) -> Ticket:
         if self.unusable is not None:

@@ -1,16 +1,18 @@
 """A transformers causal language model that decodes many sequences at once from slots.
 
 1. A slot holds one sequence's keys and values, position by position from 0. Nothing is left-padded.
-2. The unit of work is a row: one token with its position and its slot. Its keys and values are written
-   to (slot, position), then it attends to its slot up to its position. A prompt is therefore several
-   rows of one step, as good as several steps; rows of different sequences mix freely.
-3. Fixed shape: every step has `num_slots` rows and attends over `context_length` keys; rows without work
-   compute token 0 in a spare slot. Experts are computed densely (every expert for every row, then masked
-   by the router's weights), so no shape depends on the routing. All operations act on rows alone, so
-   a row's bits depend on its own token, position and slot content only. `check_rows_agree` verifies that
-   this holds for this machine's kernels, whatever the row's place in the batch.
-4. Otherwise a step has as many rows as there is work, attends no further than needed, and a long prompt
-   goes through in one piece (`forward_chunk`).
+2. The unit of work is a row: one token with its position and its slot. Its keys and values are
+   written to (slot, position), then it attends to its slot up to its position. A prompt is
+   therefore several rows of one step, as good as several steps; rows of different sequences mix
+   freely.
+3. Fixed shape: every step has `num_slots` rows and attends over `context_length` keys; rows
+   without work compute token 0 in a spare slot. Experts are computed densely (every expert for
+   every row, then masked by the router's weights), so no shape depends on the routing. All
+   operations act on rows alone, so a row's bits depend on its own token, position and slot content
+   only. `check_rows_agree` verifies that this holds for this machine's kernels, whatever the row's
+   place in the batch.
+4. Otherwise a step has as many rows as there is work, attends no further than needed, and a long
+   prompt goes through in one piece (`forward_chunk`).
 """
 
 import logging
@@ -84,8 +86,8 @@ class SlotCache(Cache):
     ) -> None:
         """Where the next forward writes (entry by entry) and how far it reads.
 
-        `in_place`: row i reads slot i, so nothing needs to be gathered. One slot with several positions
-        is a chunk: that slot is read once for all of them.
+        `in_place`: row i reads slot i, so nothing needs to be gathered. One slot with several
+        positions is a chunk: that slot is read once for all of them.
         """
         self._slots, self._positions = slots, positions
         self._kv_length, self._in_place = kv_length, in_place
@@ -93,7 +95,8 @@ class SlotCache(Cache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`key`, `value` [rows, heads, 1, size], or [1, heads, n, size] of a chunk. Writes, then reads."""
+        """`key`, `value` [rows, heads, 1, size], or [1, heads, n, size] of a chunk. Writes, then
+        reads."""
         return (
             self._through(self._keys, layer_idx, key),
             self._through(self._values, layer_idx, value),
@@ -121,7 +124,8 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def clear(self, slots: list[int] | None = None) -> None:
-        """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later one."""
+        """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later
+        one."""
         for store in (*self._keys.values(), *self._values.values()):
             if slots is None:
                 store.zero_()
@@ -180,7 +184,8 @@ class SlotModel:
     def forward_chunk(
         self, tokens: NDArray[np.int64], start: int, slot: int, *, all_logits: bool
     ) -> tuple[torch.Tensor, NDArray[np.int32] | None]:
-        """Consecutive tokens of one sequence from position `start` on; logits of all or of the last."""
+        """Consecutive tokens of one sequence from position `start` on; logits of all or of the
+        last."""
         end = start + len(tokens)
         place = torch.arange(start, end, device=self.device)
         slots = torch.full((len(tokens),), slot, device=self.device)
@@ -191,7 +196,8 @@ class SlotModel:
         return logits[0].float(), self._take_routing()
 
     def check_rows_agree(self) -> None:
-        """Computes one sequence in every row, in place and gathered, and demands equal bits everywhere."""
+        """Computes one sequence in every row, in place and gathered, and demands equal bits
+        everywhere."""
         tokens = np.array([1 % self.vocab_size, 2 % self.vocab_size])
         order = np.arange(self.num_slots)
         outputs = []
@@ -207,7 +213,7 @@ class SlotModel:
             )
 
     def load_folder(self, folder: Path) -> None:
-        """New weights from another folder of the same model; the old ones stay if that one is bad."""
+        """New weights from another folder of the same model; if it is bad, the old ones stay."""
         fresh = load_model(folder, self._dtype, self.device).state_dict()
         have = self.module.state_dict(keep_vars=True)
         unlike = [
@@ -265,10 +271,10 @@ class SlotModel:
 
 
 def _dense_experts(
-    experts: torch.nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert for every row as two matrix products; the router's weights, 0 where an expert was not
-    chosen, scale between them, so the second product also sums over the experts.
+    """Every expert for every row as two matrix products; the router's weights, 0 where an expert
+    was not chosen, scale between them, so the second product also sums over the experts.
 
     `hidden` [n, H]; `index`, `weights` [n, K].
     """
@@ -289,10 +295,11 @@ def _row_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of single-token rows: query heads that share a key head are one small matrix, so keys
-    are not copied per query head. Anything else goes to SDPA.
+    """Attention of single-token rows: query heads that share a key head are one small matrix, so
+    keys are not copied per query head. Anything else goes to SDPA.
 
-    `query` [n, heads, 1, D]; `key`, `value` [n, key heads, C, D]; mask bool [n, 1, 1, C], True: visible.
+    `query` [n, heads, 1, D]; `key`, `value` [n, key heads, C, D]; mask bool [n, 1, 1, C], True:
+    visible.
     """
     n, heads, length, size = query.shape
     if length != 1 or attention_mask is None:

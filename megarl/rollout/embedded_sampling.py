@@ -1,9 +1,10 @@
 """Choosing tokens so that a request's draws depend on nothing but its seed and the position.
 
-The uniform number for position p of a request with seed s is the p-th output of a SplitMix64 generator
-seeded with a mixed s: no state, so neither neighbours, nor completion order, nor a pause in between can
-move it. Position is absolute (prompt tokens count), so a response continued as a longer prompt draws on.
-Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014 (constants).
+The uniform number for position p of a request with seed s is the p-th output of a SplitMix64
+generator seeded with a mixed s: no state, so neither neighbours, nor completion order, nor a pause
+in between can move it. Position is absolute (prompt tokens count), so a response continued as a
+longer prompt draws on. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+Generators", 2014 (constants).
 """
 
 import numpy as np
@@ -26,15 +27,15 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, and its log-prob.
 
-    `logits` f32 [n, V]; `temperatures` f32 [n], 0 for greedy; `draws` f64 [n] in [0, 1).
-    Returns tokens i64 [n] and log-probs f32 [n] of the distribution sampled from: softmax(logits / t);
-    of greedy rows at temperature 1, as SGLang reports them.
+    `logits` f32 [n, V]; `temperatures` f32 [n], 0 for greedy; `draws` f64 [n] in [0, 1). Returns
+    tokens i64 [n] and log-probs f32 [n] of the distribution sampled from: softmax(logits / t); of
+    greedy rows at temperature 1, as SGLang reports them.
     """
     greedy = temperatures == 0
     scale = torch.where(greedy, torch.ones_like(temperatures), temperatures)
     logprobs = torch.log_softmax(logits / scale[:, None], dim=-1)
-    # Inverse of the cumulative distribution, in f64: the first token whose sum exceeds the draw. A draw
-    # has 52 bits, so draw * total stays below total, and a token of probability 0 is never the first.
+    # Inverse of the cumulative distribution, in f64: the first token whose sum exceeds the draw. A
+    # draw has 52 bits, so draw * total stays below total, and no token of probability 0 is first.
     cumulative = logprobs.double().exp_().cumsum_(dim=-1)
     target = draws[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)

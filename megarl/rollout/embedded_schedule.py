@@ -1,12 +1,12 @@
 """Which sequence computes which tokens in the next step. Host bookkeeping only; no tensors.
 
-1. A sequence waits, then owns a slot, then is finished. First come, first served; a slot never changes
-   hands before its sequence is finished or retracted.
-2. Of a sequence's tokens the first `done` have their keys and values in its slot. The rest are fed in
-   order; the row of the last one gives the distribution of the next token.
-3. Retracting returns a sequence to the front of the queue with `done = 0` and all its tokens: it is fed
-   again, under whatever weights there are then. What was recorded of a token when it was first fed
-   (routing, input log-prob) stays: it belongs to the weights that sampled.
+1. A sequence waits, then owns a slot, then is finished. First come, first served; a slot never
+   changes hands before its sequence is finished or retracted.
+2. Of a sequence's tokens the first `done` have their keys and values in its slot. The rest are fed
+   in order; the row of the last one gives the distribution of the next token.
+3. Retracting returns a sequence to the front of the queue with `done = 0` and all its tokens: it
+   is fed again, under whatever weights there are then. What was recorded of a token when it was
+   first fed (routing, input log-prob) stays: it belongs to the weights that sampled.
 """
 
 import heapq
@@ -73,7 +73,8 @@ class Sampled:
         self.routed = position + 1
 
     def wants_input_logprob(self, position: int) -> bool:
-        """Whether the distribution after `position` is that of a prompt token to report, still unknown."""
+        """Whether the distribution after `position` is that of a prompt token to report, still
+        unknown."""
         start = self.request.logprob_start
         wanted = 0 <= start <= position < len(self.request.prompt) - 1
         return wanted and position - start == len(self.input_logprobs)
@@ -85,7 +86,8 @@ class Sampled:
         self.logprobs.append(logprob)
 
     def finish_reason(self, eos_ids: frozenset[int]) -> dict[str, object] | None:
-        """SGLang's `finish_reason` once the last token ends the sequence; a stop wins over the length."""
+        """SGLang's `finish_reason` once the last token ends the sequence; a stop wins over the
+        length."""
         sampling = self.request.sampling
         if self.num_sampled:
             last = self.tokens[-1]
@@ -135,8 +137,8 @@ class Schedule:
         return taken
 
     def rows(self, budget: int) -> list[tuple[Sampled, int]]:
-        """At most `budget` (sequence, position): first one for everyone who only lacks its newest token,
-        then prompts, oldest first, as many tokens as fit."""
+        """At most `budget` (sequence, position): first one for everyone who only lacks its newest
+        token, then prompts, oldest first, as many tokens as fit."""
         newest = [(s, s.done) for s in self.running if len(s.tokens) - s.done == 1]
         rows = newest[:budget]
         for sequence in self.running:

@@ -1,7 +1,7 @@
 """One step of the engine: which rows are computed, and what their logits become.
 
-Prompt tokens give nothing but keys and values (and what was asked to be recorded of them); the row of a
-sequence's newest token gives the distribution its next token is drawn from.
+Prompt tokens give nothing but keys and values (and what was asked to be recorded of them); the row
+of a sequence's newest token gives the distribution its next token is drawn from.
 """
 
 import numpy as np
@@ -25,8 +25,8 @@ class Stepper:
     def step(self, version: str) -> Finished:
         """Admits who is waiting, computes, samples. `version` labels the sampled tokens.
 
-        Returns who is finished; they still hold their slots. A ticket whose logits are not finite has
-        failed already.
+        Returns who is finished; they still hold their slots. A ticket whose logits are not finite
+        has failed already.
         """
         finished: Finished = []
         taken = self._schedule.admit()
@@ -42,15 +42,15 @@ class Stepper:
         return finished
 
     def _feed_rows(self, rows: list[tuple[Sampled, int]], version: str) -> Finished:
-        """One forward for all; in fixed shape padded with idle rows. Rows of slot i sit at i if they can,
-        so that keys need not be gathered."""
+        """One forward for all; in fixed shape padded with idle rows. Rows of slot i sit at i if
+        they can, so that keys need not be gathered."""
         size = self._model.num_slots if self._model.fixed_shape else len(rows)
         at = _places(rows, size)
         tokens, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
         slots = np.full(size, self._model.num_slots, np.int64)
         tokens[at] = [sequence.tokens[position] for sequence, position in rows]
         positions[at] = [position for _, position in rows]
-        slots[at] = [sequence.slot for sequence, _ in rows]
+        slots[at] = _slots(rows)
         logits, experts = self._model.forward_rows(tokens, positions, slots)
         return self._read_out(rows, at, logits, None if experts is None else experts[at], version)
 
@@ -74,7 +74,8 @@ class Stepper:
         experts: NDArray[np.int32] | None,
         version: str,
     ) -> Finished:
-        """Turns computed rows into records and new tokens. `at[j]` is the row of `logits` of `rows[j]`."""
+        """Turns computed rows into records and new tokens. `at[j]` is the row of `logits` of
+        `rows[j]`."""
         _read_input_logprobs(rows, at, logits)
         last: list[tuple[Sampled, int]] = []
         for j, (sequence, position) in enumerate(rows):
@@ -136,7 +137,12 @@ def _read_input_logprobs(
 
 
 def _places(rows: list[tuple[Sampled, int]], size: int) -> NDArray[np.int64]:
-    """Where in a batch of `size` each row goes: at its slot if all fit there, else one after another."""
-    slots = np.array([sequence.slot for sequence, _ in rows], np.int64)
+    """Where in a batch of `size` each row goes: at its slot if all fit there, else one after
+    another."""
+    slots = _slots(rows)
     fits = len(np.unique(slots)) == len(slots) and int(slots.max()) < size
     return slots if fits else np.arange(len(rows))
+
+
+def _slots(rows: list[tuple[Sampled, int]]) -> NDArray[np.int64]:
+    return np.array([sequence.slot for sequence, _ in rows], np.int64)

@@ -1,10 +1,10 @@
 """The HTTP face of the embedded engine: the part of SGLang 0.5.23's API that a trainer uses.
 
 Status codes and shapes are SGLang's: `/generate` and unknown bodies answer `{"error": ...}` or
-`{"object": "error", "message": ...}`, control operations `{"success": bool, "message": str}` with 400
-when refused. Differences, on purpose: every call needs the key, health checks too; a body is JSON or
-nothing (there is no pickle and hence no `/update_weights_from_tensor`); weights arrive whole or the
-server answers 503, with the reason, until they do; `/weights_checker` knows `digest`.
+`{"object": "error", "message": ...}`, control operations `{"success": bool, "message": str}` with
+400 when refused. Differences, on purpose: every call needs the key, health checks too; a body is
+JSON or nothing (there is no pickle and hence no `/update_weights_from_tensor`); weights arrive
+whole or the server answers 503, with the reason, until they do; `/weights_checker` knows `digest`.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class _Api:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    # ---- generation --------------------------------------------------------------------------------
+    # ---- generation ----------------------------------------------------------------------------
 
     async def generate(self, request: web.Request) -> web.Response:
         try:
@@ -119,7 +119,7 @@ class _Api:
         await _json(request)
         return await _control(self._engine.resume(), "Generation continued.", status="ok")
 
-    # ---- state -------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine thread lives and has whole weights."""
@@ -127,8 +127,8 @@ class _Api:
         return web.Response(status=200 if good else 503, text=self._engine.unusable or "")
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """200 after a token has really been generated, or, while generation is held, after the engine
-        thread has answered."""
+        """200 after a token has really been generated, or, while generation is held, after the
+        engine thread has answered."""
         engine = self._engine
         probe = {
             "input_ids": [0],
@@ -189,7 +189,7 @@ class _Api:
             {"success": True, "message": "", "ranks": [rank], "per_engine_checksum": total}
         )
 
-    # ---- weights -----------------------------------------------------------------------------------
+    # ---- weights -------------------------------------------------------------------------------
 
     async def begin_weight_update(self, request: web.Request) -> web.Response:
         await _json(request)

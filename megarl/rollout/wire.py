@@ -1,13 +1,13 @@
 """What travels in a `/generate` call: the part of SGLang 0.5.23's request and reply that we use.
 
-Request: `input_ids` (one list, or a list of lists: a batch), `sampling_params` (one for all, or a list),
-`rid` (likewise), `return_logprob`, `logprob_start_len`, `return_routed_experts`, `routed_experts_start_len`.
-A field that would change what is sampled and that we do not implement is refused unless it says "off":
-silently ignoring top_p would make every log-prob wrong.
+Request: `input_ids` (one list, or a list of lists: a batch), `sampling_params` (one for all, or a
+list), `rid` (likewise), `return_logprob`, `logprob_start_len`, `return_routed_experts`,
+`routed_experts_start_len`. A field that would change what is sampled and that we do not implement
+is refused unless it says "off": silently ignoring top_p would make every log-prob wrong.
 
 Reply, per sequence: `output_ids` (the end token included) and `meta_info`. Log-probs are triples
-`[value, token id, null]`; the first input log-prob is null (nothing precedes it); routed experts are
-base64 of int32 `[tokens - 1 - start, MoE layers, top-k]`: the last token was never fed back.
+`[value, token id, null]`; the first input log-prob is null (nothing precedes it); routed experts
+are base64 of int32 `[tokens - 1 - start, MoE layers, top-k]`: the last token was never fed back.
 """
 
 import base64
@@ -254,6 +254,7 @@ def _check_length(field: str, prompt: int, new_tokens: int, context_length: int)
 
 
 def _rids(value: Any, count: int, batch: bool) -> list[str]:
+    rids: Any
     if value is None:
         return [uuid.uuid4().hex for _ in range(count)]
     if isinstance(value, str):

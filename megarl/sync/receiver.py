@@ -1,10 +1,13 @@
-"""The receiving end of a weight push: tensors under Hugging Face names into the parameters of a live module.
+"""The receiving end of a weight push: tensors under Hugging Face names into the parameters of a
+live module.
 
 1. Files name every expert's matrices, a transformers module holds an expert layer as two stacked
-   parameters: `experts.gate_up_proj [E, 2I, H]` (gate rows, then up rows) and `experts.down_proj [E, H, I]`.
-   `hf_parameters` gives each name its own view, so nothing is copied twice and digests read what is served.
-2. Between `begin` and `end` every name arrives exactly once. Whatever does not fit (unknown name, other
-   shape or dtype, a second time) is refused before a byte is received; what is missing at `end` is an error.
+   parameters: `experts.gate_up_proj [E, 2I, H]` (gate rows, then up rows) and `experts.down_proj
+   [E, H, I]`. `hf_parameters` gives each name its own view, so nothing is copied twice and digests
+   read what is served.
+2. Between `begin` and `end` every name arrives exactly once. Whatever does not fit (unknown name,
+   other shape or dtype, a second time) is refused before a byte is received; what is missing at
+   `end` is an error.
 3. A receive ends by its deadline. After a failure its group is closed: it cannot be used again.
 """
 
@@ -25,10 +28,11 @@ _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<matrix>gate_up_proj|down_pro
 
 
 def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every weight of a transformers module under the name it has in files, as a view of the live tensor.
+    """Every weight of a transformers module under the name it has in files, as a view of the live
+    tensor.
 
-    A tied weight appears once, under its first name. Raises SyncError for an expert layout that is not
-    the one above (interleaved or transposed).
+    A tied weight appears once, under its first name. Raises SyncError for an expert layout that is
+    not the one above (interleaved or transposed).
     """
     parameters: dict[str, torch.Tensor] = {}
     owners: dict[int, str] = {}
@@ -49,7 +53,8 @@ class ModelReceiver:
     """Weight groups, the update in progress, and the module they write to."""
 
     def __init__(self, module: torch.nn.Module, *, timeout_s: float = 120.0) -> None:
-        """`timeout_s` bounds joining a group and every receive in it, unless the join names its own."""
+        """`timeout_s` bounds joining a group and every receive in it, unless the join names its
+        own."""
         self._parameters = hf_parameters(module)
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
@@ -118,14 +123,12 @@ class ModelReceiver:
         except RuntimeError as error:
             self._drop(group)
             raise SyncError(
-                f"weight group {group!r}: {len(specs)} tensors from {specs[0].name} on did not arrive "
-                f"within {timeout_s:g} s, the group is closed: {error}"
+                f"weight group {group!r}: {len(specs)} tensors from {specs[0].name} on did not "
+                f"arrive within {timeout_s:g} s, the group is closed: {error}"
             ) from error
         if flattened:
-            arrived = [tensor for _, tensor in unflatten(buffers[0], specs)]
-        else:
-            arrived = buffers
-        self._write(specs, arrived)
+            buffers = [tensor for _, tensor in unflatten(buffers[0], specs)]
+        self._write(specs, buffers)
 
     def end(self) -> None:
         """Closes the update. Raises SyncError when a weight has not been received."""

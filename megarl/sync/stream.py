@@ -1,11 +1,12 @@
-"""A weight push as a stream of named tensors: cut into buckets, laid flat, and accounted for by digests.
+"""A weight push as a stream of named tensors: cut into buckets, laid flat, and accounted for by
+digests.
 
 1. A bucket is a list of (name, tensor). Every name goes into exactly one bucket, once.
 2. A bucket holds at most `max_bytes`; a tensor that is larger by itself travels alone.
 3. Flat, a bucket is its tensors' raw bytes one after another. A tensor begins at a multiple of its
    item size, so wider types come first inside a bucket.
-4. A tensor's digest covers dtype, shape and bytes; a push's digest covers every name and its digest.
-   Both ends compute it on their own copy, so equal digests mean equal weights.
+4. A tensor's digest covers dtype, shape and bytes; a push's digest covers every name and its
+   digest. Both ends compute it on their own copy, so equal digests mean equal weights.
 """
 
 import hashlib
@@ -19,11 +20,11 @@ from megarl.types import TensorSpec
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 of `dtype|shape|` and the bytes, e.g. of `float32|[2, 3]|` and 24 bytes. Hexadecimal."""
+    """sha256 (hex) of `dtype|shape|` and the bytes, e.g. `float32|[2, 3]|` and 24 bytes."""
     flat = tensor.detach().cpu().contiguous()
     head = f"{dtype_name(flat.dtype)}|{list(flat.shape)}|".encode()
     digest = hashlib.sha256(head)
-    digest.update(_bytes(flat).numpy())
+    digest.update(_bytes(flat).numpy().data)
     return digest.hexdigest()
 
 
@@ -66,7 +67,8 @@ def flatten(bucket: Bucket) -> torch.Tensor:
 
 
 def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Bucket:
-    """Views into `flat` under their names: the reverse of `flatten`. Raises SyncError if they do not fit."""
+    """Views into `flat` under their names: the reverse of `flatten`. Raises SyncError if they do
+    not fit."""
     offsets = _offsets(specs)
     if flat.numel() != offsets[-1]:
         raise SyncError(

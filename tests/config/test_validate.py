@@ -41,7 +41,10 @@ def place(tmp_path: Path) -> Path:
     for name in ("prompts", "heldout", "demonstrations"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "step_1.safetensors").write_text("x")
+    for step in range(1, 11):
+        (tmp_path / "rollouts" / f"step_{step}.npz").write_text("x")
+    (tmp_path / "checkpoint" / "megatron").mkdir(parents=True)
+    (tmp_path / "key").write_text("secret")
     (tmp_path / "empty.jsonl").write_text("")
     return tmp_path
 
@@ -74,6 +77,9 @@ class Case:
     hf: dict[str, Any] = field(default_factory=dict)  # changes to MOE
     dense: bool = False
 
+    def __str__(self) -> str:
+        return " ".join([self.mode, *self.set, *self.hf])
+
 
 def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
     texts = [x.replace("HERE", str(place)) for x in case.set]
@@ -100,6 +106,7 @@ def assert_exactly(case: Case, place: Path) -> None:
             assert word in text, text
 
 
+URLS = ["rollout.urls=[http://a:1]", "rollout.key_file=HERE/key"]
 VALID = [
     Case([], {}),
     Case([], {}, "sft"),
@@ -109,13 +116,14 @@ VALID = [
     Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
     Case(["parallel.etp=1", "parallel.ep=4"], {}),
     Case(["parallel={cp: 2, dp: 1}"], {}),
-    Case(["rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
+    Case([*URLS, "rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
+    Case([*URLS, "rollout.context_length=100"], {}),
     Case(
         ["rollout.engine=sglang", "rollout.server_command=[sh]", "rollout.context_length=100"], {}
     ),
     Case(["eval.every=2", "data.heldout=HERE/heldout.jsonl", "eval.max_new_tokens=30"], {}),
     Case(["sync.backend=nccl"], {}, num_gpus=9),
-    Case(["sync.backend=nccl", "rollout.urls=[http://a:1]"], {}, num_gpus=8),
+    Case(["sync.backend=nccl", *URLS], {}, num_gpus=8),
     Case(["optim.warmup_steps=5", "optim.decay_fraction=0.5", "optim.min_lr_ratio=0.1"], {}),
     Case(["optim.warmup_steps=15", "algo.minibatches=2"], {}),
     # Saying that something is off is true, not without effect.
@@ -188,23 +196,24 @@ SETTINGS = [
     Case(["eval={every: 1, max_new_tokens: 99}", "data.heldout=HERE/heldout.jsonl"],
          {"eval.max_new_tokens": ["99", "context_length = 64"]}),
     Case(["train.row_tokens=62"], {"train.row_tokens": ["62", "context_length = 64"]}),
-    Case(["train.row_tokens=16", "rollout.urls=[http://a:1]"],
-         {"train.row_tokens": ["16", "rollout.max_new_tokens = 16, plus a prompt"]}),
+    Case(["train.row_tokens=16", *URLS], {"train.row_tokens": ["16", "context_length = 64"]}),
     Case(["rollout.context_length=129"],
          {"rollout.context_length": ["129", "max_position_embeddings = 128"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),
-    Case(["rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["http://a:1/ again"]}),
+    Case([*URLS, "rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["a:1/ again"]}),
+    Case(["rollout.urls=[http://a:1]"], {"rollout.key_file": ["nothing", "key of the servers"]}),
+    Case(["rollout={engine: sglang, server_command: [sh], server_args: [--tp, '2', --port=3]}"],
+         {"rollout.server_args[2]": ["--port=3", "--api-key", "the run sets these"]}),
     *(
-        Case([f"rollout.urls=['{url}']"], {"rollout.urls[0]": [f"{url} | http://host:port"]})
+        Case([*URLS, f"rollout.urls=['{url}']"], {"rollout.urls[0]": [f"{url} | http://host:port"]})
         for url in ("a:1", "ftp://a:1", "http://a", "http://a:x", "http://a:99999", "http://:1",
                     "http://a:1/generate", "http://me:secret@a:1", "http://[::1:3", "http://a:1?x=1")
     ),
     Case(["sync.backend=nccl"], {"sync.backend": ["nccl with 8 devices", "gloo, or 9 devices"]},
          num_gpus=8),
-    Case(["sync.backend=nccl", "rollout.urls=[http://a:1]"], {"sync.backend": ["with 7", "or 8"]},
-         num_gpus=7),
+    Case(["sync.backend=nccl", *URLS], {"sync.backend": ["with 7", "or 8"]}, num_gpus=7),
 ]  # fmt: skip
 
 FILES = [
@@ -216,8 +225,12 @@ FILES = [
     Case(["data.prompts=HERE/model"], {"data.prompts": ["which is no file"]}),
     Case(["data.heldout=HERE/no", "eval.every=1"], {"data.heldout": ["does not exist"]}),
     Case(["data.demonstrations=HERE/no"], {"data.demonstrations": ["does not exist"]}, "sft"),
-    Case(["data.recorded=HERE/no"], {"data.recorded": ["does not exist", "step_N"]}, "train_only"),
-    Case(["data.recorded=HERE/model"], {"data.recorded": ["without a recorded"]}, "train_only"),
+    Case(["model.load=HERE/rollouts"], {"model.load": ["rollouts without megatron/"]}),
+    Case(["data.recorded=HERE/no"], {"data.recorded": ["does not exist", "to step_10.npz"]},
+         "train_only"),
+    Case(["data.recorded=HERE/model"], {"data.recorded": ["0 recorded steps, without step 1"]},
+         "train_only"),
+    Case(["run.steps=11"], {"data.recorded": ["10 recorded steps, without step 11"]}, "train_only"),
     Case(["rollout.key_file=HERE/no"], {"rollout.key_file": ["no file", "with the key"]}),
     Case(["rollout.engine=sglang", "rollout.server_command=[HERE/python]"],
          {"rollout.server_command": ["which is no program here"]}),
@@ -237,7 +250,8 @@ def test_a_contradiction_alone_gives_exactly_its_problem(case: Case, place: Path
 
 def test_all_contradictions_are_reported_at_once(place: Path) -> None:
     case = Case(
-        ["optim.betas=[2,2]", "algo.minibatches=3", "rollout.urls=[x]", "data.prompts=HERE/no"],
+        [*URLS, "optim.betas=[2,2]", "algo.minibatches=3", "rollout.urls=[x]"]
+        + ["data.prompts=HERE/no"],
         {
             **{"parallel": ["= 8"], "parallel.pp": ["= 5"], "data.prompts_per_step": ["32"]},
             **{
@@ -268,9 +282,12 @@ def test_an_incomplete_model_folder_says_what_is_missing(
     assert_exactly(Case([], {"model.hf": [words]}), place)
 
 
-def test_weights_in_the_folder_are_not_needed_with_a_checkpoint(place: Path) -> None:
+def test_with_a_checkpoint_only_a_managed_server_needs_weights_in_the_folder(place: Path) -> None:
     (place / "model" / "model.safetensors").unlink()
-    assert found_problems(Case(["model.load=HERE/rollouts"], {}), place) == []
+    load = "model.load=HERE/checkpoint"
+    assert found_problems(Case([load, *URLS], {}), place) == []
+    assert found_problems(Case([load], {}, "sft"), place) == []
+    assert_exactly(Case([load], {"model.hf": ["the managed server starts with them"]}), place)
 
 
 def test_a_broken_config_json_is_one_problem_and_reads_as_none(place: Path) -> None:

@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
+from megarl.models.hf_io import write_checkpoint
+from megarl.models.mapping import mapping_for
+from megarl.models.spec import read_spec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -70,3 +75,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folders[name]
 
     return get
+
+
+@pytest.fixture
+def sharded(saved: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The tiny model in several shards, by our own writer."""
+    source = saved("moe")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    out = tmp_path / "sharded"
+    write_checkpoint(out, load_file(source / "model.safetensors").items(), specs, source, 20_000)
+    return out

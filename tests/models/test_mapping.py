@@ -1,4 +1,4 @@
-"""Names and elements: HF -> Megatron -> HF is the identity in every layout, and each row is where it belongs."""
+"""HF -> Megatron -> HF is the identity in every layout, and each row lies where it belongs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_hf_to_megatron_to_hf_is_bitwise(saved: Saved, model: str, tp: int, etp:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 2), (8, 8), (8, 1), (6, 3), (4, 4)])
 def test_each_row_of_linear_qkv_is_of_its_head(heads: int, kv_heads: int) -> None:
-    """Query heads are 0.., key heads 100.., value heads 200..; a group is [its queries, key, value]."""
+    """Query heads are 0.., key heads 100.., value heads 200..; a group is [queries, key, value]."""
     spec = spec_of(heads, kv_heads)
     mapping = mapping_for(spec)
     parts = [
@@ -215,11 +215,8 @@ def test_every_expert_keeps_its_global_number_in_both_spellings() -> None:
     mapping = mapping_for(spec_of())
     for layer in range(2):
         for expert in range(8):
-            for spelling in (
-                f"local_experts.{expert}.linear_fc2.weight",
-                f"linear_fc2.weight{expert}",
-            ):
-                name = f"decoder.layers.{layer}.mlp.experts.{spelling}"
+            for spelling in ("local_experts.{}.linear_fc2.weight", "linear_fc2.weight{}"):
+                name = f"decoder.layers.{layer}.mlp.experts.{spelling.format(expert)}"
                 assert mapping.is_expert(name)
                 shards = shards_of(mapping, name, [torch.full((16, 12), float(expert))], 2)
                 ((hf, tensor),) = mapping.to_hf(name, shards)

@@ -1,6 +1,7 @@
 """One SGLang server for the session, two models for it, and what transformers says of them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.sglang.server import SGLangServer, require_sglang
 
@@ -24,19 +27,29 @@ class Models(NamedTuple):
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder = tmp_path_factory.mktemp("tiny_models")
-    for seed, name in enumerate(Models._fields):
-        command = [sys.executable, ROOT / "tools" / "make_tiny_model.py", folder / name]
-        # A wide initialisation, for log-probs and routing that differ clearly between tokens.
-        options = ["--seed", str(seed), "--init-std", "0.2", "--max-positions", "512"]
-        subprocess.run([*command, *options], check=True, capture_output=True)
-    return Models(folder / "a", folder / "b")
+    models = Models(folder / "a", folder / "b")
+    # A wide initialisation, for log-probs and routing that differ clearly between tokens.
+    options = ["--seed", "0", "--init-std", "0.2", "--max-positions", "512"]
+    command = [sys.executable, ROOT / "tools" / "make_tiny_model.py", models.a, *options]
+    subprocess.run(command, check=True, capture_output=True)
+
+    shutil.copytree(models.a, models.b)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(models.a / "model.safetensors")
+    for tensor in weights.values():
+        tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
+    save_file(weights, models.b / "model.safetensors", metadata={"format": "pt"})
+    return models
 
 
 @pytest.fixture(scope="session")
 def sglang_server(
-    tiny_models: Models, tmp_path_factory: pytest.TempPathFactory
+    reference: object, tiny_models: Models, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SGLangServer]:
-    """Serves model a. A test that needs certain weights loads them first, see `serve`."""
+    """Serves model a to begin with. A test that needs certain weights loads them first.
+
+    Uses `reference` only for its worker to import transformers while the server starts.
+    """
     require_sglang()
     log_path = tmp_path_factory.mktemp("sglang") / "server.log"
     with SGLangServer(tiny_models.a, log_path=log_path) as server:

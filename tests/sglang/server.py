@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +141,8 @@ class SGLangServer:
         timeout_s: float = 120.0,
     ) -> tuple[int, Any]:
         """(status, reply): decoded where it is JSON, else text. Errors of HTTP are not raised."""
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with _OPENER.open(request, timeout=timeout_s) as reply:
+            with self._open(method, path, body, key, timeout_s) as reply:
                 status, raw = reply.status, reply.read()
         except urllib.error.HTTPError as error:
             status, raw = error.code, error.read()
@@ -156,8 +151,31 @@ class SGLangServer:
         except ValueError:
             return status, raw.decode(errors="replace")
 
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+        """POSTs with `"stream": true`; yields what the server sends while it works."""
+        with self._open("POST", path, {**body, "stream": True}, self.key, 120.0) as reply:
+            for line in reply:
+                event = line.decode().strip().removeprefix("data: ")
+                if event and event != "[DONE]":
+                    yield json.loads(event)
+
     def log_tail(self, lines: int = 30) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        key: str | None,
+        timeout_s: float,
+    ) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        return _OPENER.open(request, timeout=timeout_s)
 
     def _wait_ready(self) -> None:
         assert self._process is not None

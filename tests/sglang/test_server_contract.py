@@ -4,6 +4,7 @@ Each test that depends on the weights being served loads them first: the server 
 """
 
 import base64
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,22 +32,29 @@ GROUP = "weights"
 TOLERANCE = 1e-5
 
 
+def sampling(num_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A request for `num_tokens` tokens at temperature 1, whatever they are."""
+    parameters = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    return {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True, **fields}
+
+
 def generate(server: SGLangServer, *, num_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Samples `num_tokens` at temperature 1, whatever they are."""
-    body = {
-        "input_ids": PROMPT,
-        "sampling_params": {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": -1,
-            "max_new_tokens": num_tokens,
-            "ignore_eos": True,
-        },
-        "return_logprob": True,
-        **fields,
-    }
-    status, reply = server.post("/generate", body)
-    assert status == 200, reply
+    return ok(server, "/generate", **sampling(num_tokens, **fields))
+
+
+def generating(server: SGLangServer, pool: ThreadPoolExecutor, *, num_tokens: int) -> Future[Any]:
+    """The reply to come, when its first token has been sampled already."""
+    started = threading.Event()
+
+    def read_all() -> dict[str, Any]:
+        last: dict[str, Any] = {}
+        for event in server.stream("/generate", sampling(num_tokens)):
+            started.set()
+            last = event  # each has everything so far
+        return last
+
+    reply = pool.submit(read_all)
+    assert started.wait(60)
     return reply
 
 
@@ -65,6 +73,12 @@ def serve(server: SGLangServer, model: Path, version: str) -> None:
 
 def ok(server: SGLangServer, path: str, **body: Any) -> Any:
     status, reply = server.post(path, body)
+    assert status == 200, (path, reply)
+    return reply
+
+
+def ok_get(server: SGLangServer, path: str) -> Any:
+    status, reply = server.request("GET", path, key=server.key)
     assert status == 200, (path, reply)
     return reply
 
@@ -181,20 +195,18 @@ def test_routed_experts_cover_all_but_the_last_token_and_equal_transformers(
 def test_nothing_is_sampled_while_paused_and_requests_go_on_afterwards(
     sglang_server, in_background
 ):
-    running = in_background.submit(generate, sglang_server, num_tokens=60)
-    time.sleep(0.5)
+    running = generating(sglang_server, in_background, num_tokens=150)
     ok(sglang_server, "/pause_generation", mode="retract")
     waiting = in_background.submit(generate, sglang_server, num_tokens=3)
-    time.sleep(0.5)
+    time.sleep(1.0)  # time enough to finish both, were it not paused
     assert not running.done() and not waiting.done()
     ok(sglang_server, "/continue_generation")
-    assert len(running.result(timeout=60)["output_ids"]) == 60
+    assert len(running.result(timeout=60)["output_ids"]) == 150
     assert len(waiting.result(timeout=60)["output_ids"]) == 3
 
 
 def test_pausing_by_abort_returns_what_was_sampled_so_far(sglang_server, in_background):
-    running = in_background.submit(generate, sglang_server, num_tokens=400)
-    time.sleep(0.5)
+    running = generating(sglang_server, in_background, num_tokens=400)
     ok(sglang_server, "/pause_generation", mode="abort")
     reply = running.result(timeout=60)
     ok(sglang_server, "/continue_generation")
@@ -208,8 +220,7 @@ def test_weights_pushed_over_a_group_arrive_bit_for_bit_and_are_served(
 ):
     serve(sglang_server, tiny_models.a, "before")
     weights = load_file(tiny_models.b / "model.safetensors")
-    running = in_background.submit(generate, sglang_server, num_tokens=60)
-    time.sleep(0.5)
+    running = generating(sglang_server, in_background, num_tokens=150)
 
     ok(sglang_server, "/pause_generation", mode="retract")
     ok(sglang_server, "/begin_weight_update")
@@ -230,7 +241,7 @@ def test_weights_pushed_over_a_group_arrive_bit_for_bit_and_are_served(
     meta = running.result(timeout=60)["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"]) == ("before", "after")
-    assert first["end"] == second["start"] and second["end"] - first["start"] == 60
+    assert first["end"] == second["start"] and second["end"] - first["start"] == 150
 
 
 def test_a_tensor_that_arrives_changed_or_not_at_all_shows_in_the_digests(
@@ -279,9 +290,3 @@ def test_an_update_needs_a_begin_and_a_skipped_record_is_not_an_empty_one(sglang
     ok(sglang_server, "/begin_weight_update")  # the skip was for one update only
     assert received(sglang_server) == {}
     ok(sglang_server, "/end_weight_update")
-
-
-def ok_get(server: SGLangServer, path: str) -> Any:
-    status, reply = server.request("GET", path, key=server.key)
-    assert status == 200, (path, reply)
-    return reply

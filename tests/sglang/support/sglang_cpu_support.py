@@ -13,7 +13,6 @@ goes through SGLang's own hook registry, except for one entry in a table of allo
    is the arithmetic: activations are not quantised.
 """
 
-import sys
 from types import SimpleNamespace
 
 import torch
@@ -21,8 +20,6 @@ import torch.nn.functional as F
 
 
 def activate() -> None:
-    if "sglang.srt.managers.scheduler" not in sys.modules:
-        return  # the detokenizer's process, which runs no model
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import cpu_has_amx_support

@@ -1,0 +1,203 @@
+"""Prompts in, scored samples out: one step's rollouts of one collector (`protocols.Collector`).
+
+1. Every prompt becomes one request for its whole group; groups run at once, dealt out over the
+   servers in turn, and come back in the order of the prompts, whatever finishes first.
+2. The seed of a sample is a hash of (run seed, step, prompt id, index): nothing else decides its
+   draws. A prompt that occurs twice in a step goes on counting, so no two samples share a seed.
+3. Every group is complete. An aborted response is asked for again with its own seed; if that fails
+   too, collecting fails: a group that is silently short would bend its own advantages.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megarl.data.rewards import score
+from megarl.errors import ServerError
+from megarl.protocols import Reward
+from megarl.rollout.client import RolloutClient, Sampling
+from megarl.types import Completion, Max, Mean, Metric, Prompt, Rollouts, Sample, StepMetrics, Sum
+
+T = TypeVar("T")
+Decode = Callable[[Sequence[int]], str]
+
+FULL_MARKS = 1.0  # a reward of at least this counts as correct
+_ABORT_TRIES = 3
+
+
+@dataclass(frozen=True)
+class CollectSettings:
+    """What a run's settings say about sampling."""
+
+    samples_per_prompt: int
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    request_timeout_s: float
+    routing: tuple[int, int] | None = None  # (MoE layers, experts a token) to record, or nothing
+
+
+class RolloutCollector:
+    """Implements `protocols.Collector`. Calls block; one at a time."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        key: str,
+        settings: CollectSettings,
+        *,
+        decode: Decode,
+        reward: Reward,
+    ) -> None:
+        """`decode` turns token ids into text; the end token of a response is left out."""
+        self._settings, self._decode, self._reward = settings, decode, reward
+        self._clients = [RolloutClient(url, key, settings.request_timeout_s) for url in urls]
+        self._runner = asyncio.Runner()
+
+    def collect(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
+        """Groups of scored samples, prompt by prompt. Raises ServerError, or DataError for a reward
+        that is no finite number."""
+        settings = self._settings
+        sampling = Sampling(settings.temperature, settings.max_new_tokens)
+        seeds = sample_seeds(settings.seed, step, prompts, settings.samples_per_prompt)
+        start = time.monotonic()
+        groups = self._ask(prompts, seeds, sampling, settings.routing)
+        seconds = time.monotonic() - start
+        samples = [
+            self._sample(prompt, completion, group, index)
+            for group, (prompt, completions) in enumerate(zip(prompts, groups, strict=True))
+            for index, completion in enumerate(completions)
+        ]
+        generation = [Metric("rollout/generate_seconds", Max(seconds))]
+        return Rollouts(samples, rollout_metrics(samples, "rollout") + generation)
+
+    def evaluate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> StepMetrics:
+        """One greedy response to every prompt."""
+        seeds = sample_seeds(self._settings.seed, 0, prompts, 1)
+        groups = self._ask(prompts, seeds, Sampling(0.0, max_new_tokens), None)
+        pairs = zip(prompts, groups, strict=True)
+        samples = [self._sample(p, group[0], i, 0) for i, (p, group) in enumerate(pairs)]
+        return rollout_metrics(samples, "eval")
+
+    def close(self) -> None:
+        async def close_clients() -> None:
+            await asyncio.gather(*(client.close() for client in self._clients))
+
+        self._runner.run(close_clients())
+        self._runner.close()
+
+    def _ask(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[Sequence[int]],
+        sampling: Sampling,
+        routing: tuple[int, int] | None,
+    ) -> list[list[Completion]]:
+        calls = [
+            _complete_group(
+                self._clients[i % len(self._clients)], prompt, sampling, group_seeds, routing
+            )
+            for i, (prompt, group_seeds) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        return self._runner.run(_all(calls))
+
+    def _sample(self, prompt: Prompt, completion: Completion, group: int, index: int) -> Sample:
+        response = completion.token_ids
+        finished = completion.finish == "stop"
+        text = self._decode([int(t) for t in (response[:-1] if finished else response)])
+        name = f"{prompt.id}/{index}"
+        value = score(self._reward, text, prompt.payload, finished=finished, sample=name)
+        asked = np.array(prompt.token_ids, np.int32)
+        return Sample(
+            prompt_id=prompt.id,
+            group=group,
+            index=index,
+            tokens=np.concatenate([asked, response]),
+            mask=np.arange(len(asked) + len(response)) >= len(asked),
+            rollout_logprobs=np.concatenate(
+                [np.zeros(len(asked), np.float32), completion.logprobs]
+            ),
+            rewards=np.array([value], np.float32),
+            correct=value >= FULL_MARKS,
+            truncated=not finished,
+            version_spans=completion.version_spans,
+            routing=completion.routing,
+        )
+
+
+def sample_seeds(
+    run_seed: int, step: int, prompts: Sequence[Prompt], samples_per_prompt: int
+) -> list[list[int]]:
+    """63-bit seeds of every prompt's samples."""
+    seen: Counter[str] = Counter()
+    seeds = []
+    for prompt in prompts:
+        first = seen[prompt.id] * samples_per_prompt
+        seen[prompt.id] += 1
+        indices = range(first, first + samples_per_prompt)
+        seeds.append([sample_seed(run_seed, step, prompt.id, index) for index in indices])
+    return seeds
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
+    """The first 63 bits of sha256 over the four, as one JSON-like line."""
+    line = f"{run_seed},{step},{index},{prompt_id}"
+    return int.from_bytes(hashlib.sha256(line.encode()).digest()[:8], "big") >> 1
+
+
+def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
+    """Sums and counts over samples, so that collectors' metrics add up."""
+    count = len(samples)
+    lengths = [sample.trained_tokens for sample in samples]
+    return [
+        Metric(f"{area}/reward", Mean(sum(s.reward for s in samples), count)),
+        Metric(f"{area}/accuracy", Mean(sum(s.correct for s in samples), count)),
+        Metric(f"{area}/truncated", Mean(sum(s.truncated for s in samples), count)),
+        Metric(f"{area}/response_length", Mean(sum(lengths), count)),
+        Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
+        Metric(f"{area}/tokens", Sum(sum(len(s.tokens) for s in samples))),
+        Metric(f"{area}/samples", Sum(count)),
+    ]
+
+
+async def _complete_group(
+    client: RolloutClient,
+    prompt: Prompt,
+    sampling: Sampling,
+    seeds: Sequence[int],
+    routing: tuple[int, int] | None,
+) -> list[Completion]:
+    """A response for every seed; aborted ones are asked for again."""
+    group: dict[int, Completion] = {}
+    for _ in range(_ABORT_TRIES):
+        missing = [seed for seed in seeds if seed not in group]
+        answers = await client.generate_group(
+            prompt.token_ids, len(missing), sampling, missing, routing=routing
+        )
+        for seed, answer in zip(missing, answers, strict=True):
+            if answer.finish != "abort":
+                group[seed] = answer
+        if len(group) == len(seeds):
+            return [group[seed] for seed in seeds]
+    raise ServerError(
+        f"{client.url}: prompt {prompt.id}: found {len(seeds) - len(group)} of {len(seeds)} "
+        f"responses aborted, {_ABORT_TRIES} times; expected: none"
+    )
+
+
+async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. The first failure ends the others, and is the one raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

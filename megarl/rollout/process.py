@@ -1,0 +1,97 @@
+"""What a server process and the one that starts it share: the key, and dying together."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import secrets
+import select
+import signal
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from megarl.errors import ConfigError, Problem
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
+
+def read_or_make_key(path: Path) -> str:
+    """The key in a file; a new one, for its owner only, where there is no file yet."""
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(32))
+        try:
+            os.link(part, path)  # whole or not at all, and never over an existing key
+        finally:
+            part.unlink()
+    return read_key(path)
+
+
+def read_key(path: Path) -> str:
+    """Raises ConfigError when the file is missing or holds no usable key."""
+    accepted = "a file with one line of ASCII without spaces, the servers' key"
+    if not path.is_file():
+        raise ConfigError([Problem("rollout.key_file", str(path), accepted)])
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        log.warning("%s can be read by others; its mode should be 600", path)
+    key = path.read_text().strip()
+    if not key or not key.isascii() or any(c.isspace() for c in key):
+        raise ConfigError([Problem("rollout.key_file", f"{path} without a key", accepted)])
+    return key
+
+
+def follow_parent(parent_pid: int, ended: Callable[[], None]) -> None:
+    """Calls `ended` in a thread of its own once the process `parent_pid` has ended.
+
+    By two means. The kernel can signal us, but it does so for the *thread* that started us, so the
+    signal only makes us look; a thread that waits covers what the signal misses (a parent that died
+    before this line, or one that is not our direct parent). Call it from the main thread.
+    """
+    look = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: look.set())
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+
+    def watch() -> None:
+        for _ in _ticks(parent_pid, look):
+            if not lives(parent_pid):
+                break
+        ended()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def lives(pid: int) -> bool:
+    """Whether the process runs; a zombie that nobody has waited for is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _ticks(pid: int, look: threading.Event) -> Iterator[None]:
+    """Yields now, every half second, and at once when the process ends (where the system can
+    tell)."""
+    yield
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        while True:
+            look.wait(_POLL_S)
+            look.clear()
+            yield
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    while True:
+        if poller.poll(_POLL_S * 1000):
+            time.sleep(0.01)  # it is a zombie from the next moment on
+        yield

@@ -1,0 +1,330 @@
+"""Where a step's samples come from, and what follows an update: one class a ``run.mode``.
+
+Every rank gets the same samples in the same order. Methods are collective over all trainer ranks unless said.
+"""
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+
+from megarl.actor.actor import MegatronActor
+from megarl.actor.setup import Parallel
+from megarl.config.schema import Config
+from megarl.data.exchange import share_samples
+from megarl.data.prompts import (
+    DemonstrationStream,
+    PromptStream,
+    load_demonstrations,
+    load_prompts,
+)
+from megarl.data.recorded import read_samples, recorded_path, recorded_steps, write_samples
+from megarl.data.rewards import load_reward
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import DataError, ServerError
+from megarl.hostcomm import agree, broadcast_json, gather_and_share
+from megarl.monitor.samples import SampleText
+from megarl.rollout.collect import CollectSettings, RolloutCollector
+from megarl.rollout.control import ServerControl
+from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
+from megarl.rollout.process import read_key
+from megarl.rundir import RunDir
+from megarl.stopping import StopRequest
+from megarl.sync.broadcast import BroadcastTransport
+from megarl.types import Max, Metric, Prompt, Sample, StepMetrics
+
+
+class Source(Protocol):
+    def start(self, step: int) -> StepMetrics:
+        """Before the first step of this process; ``step`` steps are done."""
+        ...
+
+    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+        """The samples that step ``step`` trains on."""
+        ...
+
+    def updated(self, step: int) -> StepMetrics:
+        """The actor's weights are now those after ``step``."""
+        ...
+
+    def evaluate(self, step: int) -> StepMetrics: ...
+
+    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
+        """The first ``count`` samples as text, for people. Not collective."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Passive:
+    """What demonstrations and recordings have in common: nothing follows an update."""
+
+    def start(self, step: int) -> StepMetrics:
+        return []
+
+    def updated(self, step: int) -> StepMetrics:
+        return []
+
+    def evaluate(self, step: int) -> StepMetrics:
+        return []
+
+    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+class DemonstrationSource(_Passive):
+    """``sft``: demonstrations in shuffled epochs; every rank reads the file."""
+
+    def __init__(
+        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+    ) -> None:
+        assert config.data.demonstrations is not None, "checked by validate()"
+        tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
+        samples = load_demonstrations(config.data.demonstrations, tokenizer, config.train.row_tokens)
+        self.stream = DemonstrationStream(samples, config.run.seed)
+        self.count = config.data.prompts_per_step
+
+    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+        return self.stream.take(self.count), []
+
+    def state(self) -> dict[str, Any]:
+        return self.stream.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.stream.load_state(state)
+
+
+class RecordedSource(_Passive):
+    """``train_only``: the rollouts an earlier run recorded, step by step."""
+
+    def __init__(
+        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+    ) -> None:
+        assert config.data.recorded is not None, "checked by validate()"
+        self.paths = dict(recorded_steps(config.data.recorded))
+        missing = [s for s in range(1, config.run.steps + 1) if s not in self.paths]
+        if missing:
+            raise DataError(
+                f"data.recorded={config.data.recorded} has no rollouts of step {missing[0]}; "
+                f"run.steps={config.run.steps} needs 1 to {config.run.steps}"
+            )
+
+    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+        return read_samples(self.paths[step]), []
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        return
+
+
+class RolloutSource:
+    """``rl``: prompts to the rollout servers, answers back, new weights over after every update."""
+
+    def __init__(
+        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+    ) -> None:
+        self.config, self.rundir, self.parallel, self.actor = config, rundir, parallel, actor
+        self.tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
+        assert config.data.prompts is not None, "checked by validate()"
+        self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
+        held_out = config.data.heldout if config.eval.every else None
+        self.heldout = self._prompts(held_out) if held_out is not None else []
+        self.answers = {
+            p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
+        }
+        self.fleet = self._open_fleet(stop)
+        urls: list[str] = broadcast_json(self.fleet.urls if self.fleet else None, 0, parallel.host)
+        key = read_key(config.rollout.key_file or rundir.key)
+        flags = gather_and_share(parallel.local_rank == 0, parallel.host)
+        self.collectors = [rank for rank, collects in enumerate(flags) if collects]
+        self.collector = None
+        if parallel.rank in self.collectors:
+            self.collector = RolloutCollector(
+                urls,
+                key,
+                _collect_settings(config),
+                decode=self.tokenizer.decode,
+                reward=load_reward(config.data.reward),
+            )
+        self.transport = self._connect(urls, key)
+
+    def start(self, step: int) -> StepMetrics:
+        metrics = self._push(step)
+        return metrics + self.evaluate(step) if step == 0 else metrics
+
+    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+        prompts = self.stream.take(self.config.data.prompts_per_step)
+        local: Sequence[Sample] = []
+        metrics: StepMetrics = []
+        error: Exception | None = None
+        if self.collector is not None:
+            share = math.ceil(len(prompts) / len(self.collectors))
+            first = self.collectors.index(self.parallel.rank) * share
+            try:
+                rollouts = self.collector.collect(prompts[first : first + share], step)
+                local = [replace(s, group=s.group + first) for s in rollouts.samples]
+                metrics = rollouts.metrics
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "collecting rollouts")
+        samples = share_samples(local, self.collectors, self.parallel.rank, self.parallel.host)
+        if self.config.monitor.record_rollouts and self.parallel.rank == 0:
+            write_samples(recorded_path(self.rundir.rollouts, step), samples)
+        return samples, list(metrics)
+
+    def updated(self, step: int) -> StepMetrics:
+        return self._push(step)
+
+    def evaluate(self, step: int) -> StepMetrics:
+        """Greedy answers to the held-out problems, at the start, every ``eval.every`` steps and at the end."""
+        every, last = self.config.eval.every, self.config.run.steps
+        if not every or (step % every and step != last):
+            return []
+        metrics: StepMetrics = []
+        error: Exception | None = None
+        if self.parallel.rank == 0 and self.collector is not None:
+            try:
+                metrics = self.collector.evaluate(self.heldout, self.config.eval.max_new_tokens)
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "held-out evaluation")
+        return metrics
+
+    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
+        return [self._readable(s, step) for s in samples[:count]]
+
+    def state(self) -> dict[str, Any]:
+        return self.stream.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.stream.load_state(state)
+
+    def close(self) -> None:
+        """Ends what this rank started. Not collective: after a failure nobody may be left to wait for."""
+        self.transport.close()
+        if self.collector is not None:
+            self.collector.close()
+        if self.fleet is not None:
+            self.fleet.close()
+
+    def _prompts(self, path: Path) -> list[Prompt]:
+        rollout, ev = self.config.rollout, self.config.eval
+        longest = max(rollout.max_new_tokens, ev.max_new_tokens if ev.every else 0)
+        return load_prompts(path, self.tokenizer, rollout.context_length - longest)
+
+    def _open_fleet(self, stop: StopRequest) -> Fleet | None:
+        """Servers are started by rank 0, on its node, and end with it."""
+        fleet, error = None, None
+        if self.parallel.rank == 0:
+            try:
+                fleet = start_fleet(
+                    self.config.rollout,
+                    run_dir=self.rundir,
+                    model=self.config.model.hf,
+                    dtype=self.config.precision.dtype,
+                    on_death=partial(self._died, stop),
+                )
+                stop.on_end(fleet.close)
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "starting the rollout server")
+        return fleet
+
+    def _died(self, stop: StopRequest, death: ServerDeath) -> None:
+        """Called from the fleet's watcher: nothing more can be sampled, and a collective may be waiting."""
+        self.rundir.record_error(self.parallel.rank, stop.where, ServerError(str(death)))
+        stop.fail(1, delay_s=3.0)
+
+    def _connect(self, urls: Sequence[str], key: str) -> BroadcastTransport:
+        mesh, at = self.parallel.mesh, self.parallel.at
+        sync = self.config.sync
+        transport = BroadcastTransport(
+            rank=self.parallel.rank,
+            stage=at.pp,
+            senders=[mesh.sender(stage) for stage in range(mesh.pp)],
+            host=self.parallel.host,
+            address=_address_towards(urls[0]),
+            backend=_backend(self.config),
+            max_bytes=int(sync.bucket_mb * 2**20),
+            timeout_s=sync.timeout_s,
+        )
+        sinks = [ServerControl(url, key) for url in urls] if transport.sending else []
+        transport.connect(self.actor.weights(), sinks)
+        return transport
+
+    def _push(self, version: int) -> StepMetrics:
+        receipt = self.transport.push(version)
+        if receipt is None:
+            return []
+        return [
+            Metric("sync/version", Max(receipt.version)),
+            Metric("sync/seconds", Max(receipt.seconds)),
+            Metric("sync/bytes", Max(receipt.num_bytes)),
+            Metric("sync/tensors", Max(receipt.tensors)),
+        ]
+
+    def _readable(self, sample: Sample, step: int) -> SampleText:
+        prompt = int(sample.mask.argmax()) if sample.mask.any() else len(sample.tokens)
+        return SampleText(
+            step=step,
+            prompt=self.tokenizer.decode(sample.tokens[:prompt]),
+            response=self.tokenizer.decode(sample.tokens[prompt:]),
+            answer=self.answers.get(sample.prompt_id, ""),
+            reward=sample.reward,
+            correct=sample.correct,
+            truncated=sample.truncated,
+            version=sample.version_spans[0].version if sample.version_spans else -1,
+            prompt_id=sample.prompt_id,
+            tokens=len(sample.tokens) - prompt,
+        )
+
+
+SOURCES: dict[
+    str, Callable[[Config, RunDir, Parallel, MegatronActor, StopRequest], Source]
+] = {
+    "rl": RolloutSource,
+    "sft": DemonstrationSource,
+    "train_only": RecordedSource,
+}
+
+
+def _collect_settings(config: Config) -> CollectSettings:
+    return CollectSettings(
+        samples_per_prompt=config.data.samples_per_prompt,
+        temperature=config.rollout.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=config.run.seed,
+        request_timeout_s=config.rollout.request_timeout_s,
+    )
+
+
+def _backend(config: Config) -> str:
+    """NCCL needs a device per member: only where a server of ours could have one beside the trainer's."""
+    if config.sync.backend != "auto":
+        return config.sync.backend
+    spare = torch.cuda.device_count() > config.parallel.tp * config.parallel.cp * config.parallel.dp
+    return "nccl" if torch.cuda.is_available() and (spare or config.rollout.urls) else "gloo"
+
+
+def _address_towards(url: str) -> str:
+    """This machine's address as the server at ``url`` sees it."""
+    host, port = urlsplit(url).hostname or "127.0.0.1", urlsplit(url).port or 80
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # a datagram socket: sends nothing, only looks up the route
+        return str(probe.getsockname()[0])

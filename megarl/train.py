@@ -1,0 +1,115 @@
+"""What torchrun starts: ``torchrun -m megarl.train CONFIG... [key=value ...]``, one process a trainer rank.
+
+Checks the whole configuration before anything is started, joins the job, and hands over to ``loop.run``. An error
+becomes ``errors/rank_N.json`` in the run directory (``megarl first-error RUN`` reads them) and a non-zero exit.
+"""
+
+import datetime
+import logging
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.files import read_hf_config
+from megarl.config.load import load_config, split_arguments
+from megarl.config.schema import Config
+from megarl.config.validate import validate
+from megarl.errors import ConfigError, MegarlError
+from megarl.models.spec import FAMILIES
+from megarl.rundir import RunDir
+from megarl.stopping import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """This process's place in the job, as torchrun tells it through the environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "Job":
+        get = os.environ.get
+        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0 done, 2 wrong configuration, 1 any other error, 128 + signal when stopped before the end."""
+    job = Job.from_environment()
+    try:
+        config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
+        check(config, job.world_size)
+    except ConfigError as e:
+        if job.rank == 0:
+            print(f"megarl: {e}", file=sys.stderr, flush=True)
+        return 2
+    rundir = RunDir(config.run.dir)
+    stop = StopRequest(config.run.stop_grace_s)
+    try:
+        _log_to(rundir, job.rank)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        _join(job, config)
+        from megarl.loop import run  # megatron: seconds to import, and only once the configuration is right
+
+        run(config, rundir, job.local_rank, stop)
+    except BaseException as e:
+        if not isinstance(e, Exception | KeyboardInterrupt):
+            raise
+        rundir.record_error(job.rank, stop.where, e)
+        log.error("%s", e if isinstance(e, MegarlError) else traceback.format_exc())
+        _leave(stop, 1)
+    return stop.exit_code
+
+
+def check(config: Config, world_size: int | None) -> None:
+    """Raise ConfigError with every problem of this configuration on this machine."""
+    validate(
+        config,
+        world_size=world_size,
+        num_gpus=torch.cuda.device_count(),
+        hf_config=read_hf_config(config.model.hf),
+        supported_models=FAMILIES.keys(),
+    )
+
+
+def _join(job: Job, config: Config) -> None:
+    if job.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        return  # one process without a launcher: setup.py makes a group of one
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.run.timeout_s))
+
+
+def _log_to(rundir: RunDir, rank: int) -> None:
+    """Every rank to its own file, rank 0's warnings to the terminal as well."""
+    rundir.logs.mkdir(parents=True, exist_ok=True)
+    to_file = logging.FileHandler(rundir.logs / f"rank_{rank}.log")
+    handlers: list[logging.Handler] = [to_file]
+    if rank == 0:
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.ERROR)
+        handlers.append(terminal)
+    form = f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, handlers=handlers, force=True)
+    logging.captureWarnings(True)
+
+
+def _leave(stop: StopRequest, code: int) -> None:
+    """End now: after an error other ranks may be gone, and tidy endings (NCCL, gloo) would wait for them."""
+    stop.close()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(stop.exit_code or code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+

@@ -1,0 +1,125 @@
+"""Recorded rollouts come back bit for bit, and a file from elsewhere runs nothing."""
+
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.recorded import read_samples, recorded_path, recorded_steps, write_samples
+from megarl.errors import DataError
+from megarl.types import Sample, VersionSpan
+
+
+def sample(length: int, **changes: Any) -> Sample:
+    rng = np.random.default_rng(length)
+    fields: dict[str, Any] = {
+        "prompt_id": f"prompt é {length}",
+        "group": length,
+        "index": 1,
+        "tokens": rng.integers(0, 1000, length, np.int32),
+        "mask": rng.random(length) < 0.5,
+        "rollout_logprobs": rng.standard_normal(length).astype(np.float32),
+        "rewards": rng.standard_normal(2).astype(np.float32),
+        "correct": True,
+        "truncated": False,
+        "version_spans": (VersionSpan(3, 0, 2), VersionSpan(4, 2, length)),
+        "routing": rng.integers(0, 128, (length - 1, 3, 2), np.int32),
+    }
+    return Sample(**{**fields, **changes})
+
+
+def assert_same(a: Sample, b: Sample) -> None:
+    for field in dataclasses.fields(Sample):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype, field.name
+            assert left.shape == right.shape, field.name
+            assert left.tobytes() == right.tobytes(), field.name
+        else:
+            assert type(left) is type(right), field.name
+            assert left == right, field.name
+
+
+SAMPLES = [
+    sample(9),
+    sample(5, routing=None, version_spans=()),
+    sample(2, correct=False, truncated=True, rewards=np.zeros(0, np.float32)),
+    sample(6, rollout_logprobs=np.asarray([np.nan, -np.inf, -0.0, 1, 2, 3], np.float32)),
+]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_samples_come_back_bit_for_bit(tmp_path: Path, count: int) -> None:
+    path = recorded_path(tmp_path / "rollouts", 7)
+    write_samples(path, SAMPLES[:count])
+    back = read_samples(path)
+    assert len(back) == count
+    for a, b in zip(SAMPLES, back, strict=False):
+        assert_same(a, b)
+    assert [p.name for p in path.parent.iterdir()] == ["step_7.npz"]
+
+
+def test_steps_are_found_in_their_order(tmp_path: Path) -> None:
+    for step in (10, 2, 1):
+        write_samples(recorded_path(tmp_path, step), SAMPLES)
+    (tmp_path / "step_x.npz").touch()
+    (tmp_path / ".step_3.npz.1.part").touch()
+    assert recorded_steps(tmp_path) == [(s, tmp_path / f"step_{s}.npz") for s in (1, 2, 10)]
+
+
+def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no recorded rollouts"):
+        recorded_steps(tmp_path)
+
+
+def flip(raw: bytearray) -> bytearray:
+    raw[len(raw) // 2] ^= 1
+    return raw
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda raw: raw[:-1], lambda raw: raw[:100], flip, lambda _: b""]
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
+    path = recorded_path(tmp_path, 0)
+    write_samples(path, SAMPLES)
+    path.write_bytes(damage(bytearray(path.read_bytes())))
+    with pytest.raises(DataError, match=r"step_0\.npz"):
+        read_samples(path)
+
+
+def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    path = recorded_path(tmp_path, 0)
+    write_samples(path, SAMPLES)
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    for name in ("tokens", "rewards", "routing", "spans"):
+        np.savez(path, **{**arrays, name: arrays[name][:-1]})
+        with pytest.raises(DataError, match=r"step_0\.npz"):
+            read_samples(path)
+    np.savez(path, **{**arrays, "format": np.asarray(2)})
+    with pytest.raises(DataError, match="format 2; accepted: 1"):
+        read_samples(path)
+
+
+class Bomb:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_in_the_file_is_not_opened(tmp_path: Path) -> None:
+    path, marker = recorded_path(tmp_path, 0), tmp_path / "marker"
+    np.savez(path, format=np.asarray([Bomb(marker)], dtype=object))
+    with pytest.raises(DataError, match=r"step_0\.npz"):
+        read_samples(path)
+    path.write_bytes(pickle.dumps(Bomb(marker)))
+    with pytest.raises(DataError, match=r"step_0\.npz"):
+        read_samples(path)
+    assert not marker.exists()

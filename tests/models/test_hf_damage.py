@@ -1,0 +1,241 @@
+"""Every kind of damage to a checkpoint is refused by the name of the file and the tensor."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.errors import DataError
+from megarl.models.hf_io import INDEX, check_complete, open_checkpoint
+from megarl.models.spec import read_spec
+
+Saved = Callable[[str], Path]
+SOME = "model.layers.1.self_attn.q_proj.weight"
+
+
+def shard_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def rewrite_shard(folder: Path, name: str, change: Callable[[dict[str, Tensor]], Any]) -> Path:
+    """Change the shard that holds ``name`` with the library's own writer."""
+    file = shard_of(folder, name)
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return file
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(DataError) as error:
+        open_checkpoint(folder)
+    return str(error.value)
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    file = shard_of(sharded, SOME)
+    file.unlink()
+    assert f"{file} is missing" in refusal(sharded)
+
+
+@pytest.mark.parametrize("cut", [1, 3_000])
+def test_a_truncated_shard(sharded: Path, cut: int) -> None:
+    file = shard_of(sharded, SOME)
+    os.truncate(file, file.stat().st_size - cut)
+    assert f"{file} is truncated: tensor model." in refusal(sharded)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100])
+def test_a_shard_cut_inside_its_header(sharded: Path, size: int) -> None:
+    file = shard_of(sharded, SOME)
+    os.truncate(file, size)
+    assert f"{file} is truncated: {size} bytes" in refusal(sharded)
+
+
+def test_a_shard_with_bytes_behind_its_tensors(sharded: Path) -> None:
+    file = shard_of(sharded, SOME)
+    with file.open("ab") as handle:
+        handle.write(b"x")
+    assert f"{file} is {file.stat().st_size} bytes long" in refusal(sharded)
+
+
+def test_a_tensor_that_only_the_index_knows(sharded: Path) -> None:
+    file = rewrite_shard(sharded, SOME, lambda tensors: tensors.pop(SOME))
+    assert f"{file} lacks tensor {SOME}" in refusal(sharded)
+
+
+def test_a_tensor_the_index_does_not_know(sharded: Path) -> None:
+    extra = {"model.extra.weight": torch.zeros(2)}
+    file = rewrite_shard(sharded, SOME, lambda tensors: tensors.update(extra))
+    assert f"{file} holds tensor model.extra.weight" in refusal(sharded)
+
+
+def test_a_tensor_in_two_shards(sharded: Path) -> None:
+    first = shard_of(sharded, "model.embed_tokens.weight")
+    assert first != shard_of(sharded, SOME)
+    file = rewrite_shard(
+        sharded, SOME, lambda t: t.update({"model.embed_tokens.weight": torch.ones(1)})
+    )
+    message = refusal(sharded)
+    assert "model.embed_tokens.weight" in message
+    assert file.name in message
+    assert first.name in message
+
+
+def test_a_stray_shard(sharded: Path) -> None:
+    save_file({"x": torch.zeros(1)}, sharded / "model-00099-of-00099.safetensors")
+    assert "model-00099-of-00099.safetensors is not named in" in refusal(sharded)
+
+
+def test_a_stray_file_beside_a_single_one(saved: Saved, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved("moe"), tmp_path / "m")
+    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert "consolidated.safetensors is not named in" in refusal(folder)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "model.bin", 7])
+def test_an_index_that_points_elsewhere(sharded: Path, file: object) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"][SOME] = file
+    (sharded / INDEX).write_text(json.dumps(index))
+    message = refusal(sharded)
+    assert SOME in message
+    assert repr(file) in message
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"weight_map": {"a": "x", "a": "y"}}'])
+def test_a_damaged_index(sharded: Path, text: str) -> None:
+    (sharded / INDEX).write_text(text)
+    assert f"{sharded / INDEX} is damaged" in refusal(sharded)
+
+
+def header_edited(file: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda entry: entry.update(dtype="F16"), "dtype F16; accepted: F32, BF16"),
+        (lambda entry: entry.update(shape=[47, 32]), "needs 6016 bytes, has 6144"),
+        (lambda entry: entry.update(shape=[-48, -32]), "has 6144"),
+        (lambda entry: entry.pop("shape"), "header is damaged"),
+        (lambda entry: entry.update(data_offsets="x"), "header is damaged"),
+        (
+            lambda entry: entry.update(data_offsets=[n + 4 for n in entry["data_offsets"]]),
+            "begins at byte",
+        ),
+    ],
+)
+def test_a_damaged_header(sharded: Path, edit: Callable[[Any], Any], says: str) -> None:
+    file = shard_of(sharded, SOME)
+    header_edited(file, lambda header: edit(header[SOME]))
+    message = refusal(sharded)
+    assert str(file) in message
+    assert says in message
+
+
+def test_a_header_that_names_a_tensor_twice(sharded: Path) -> None:
+    file = shard_of(sharded, SOME)
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + length].rstrip()
+    text = header[:-1] + b',"' + SOME.encode() + b'":{}}'
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    assert f"the key {SOME} occurs twice" in refusal(sharded)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    assert "neither model.safetensors nor" in refusal(tmp_path)
+
+
+def test_a_file_cut_short_after_it_was_opened(sharded: Path) -> None:
+    checkpoint = open_checkpoint(sharded)
+    os.truncate(shard_of(sharded, SOME), 10)
+    with pytest.raises(DataError, match="cut short while open"):
+        checkpoint.get(SOME)
+
+
+# ---- completeness --------------------------------------------------------------------------------
+
+
+def edited_tensors(source: Path, out: Path, edit: Callable[[dict[str, Tensor]], Any]) -> Path:
+    folder = shutil.copytree(source, out)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def incompleteness(folder: Path) -> str:
+    with pytest.raises(DataError) as error:
+        check_complete(open_checkpoint(folder), read_spec(folder))
+    return str(error.value)
+
+
+def test_missing_extra_and_misshapen_tensors_are_reported_together(
+    saved: Saved, tmp_path: Path
+) -> None:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+        tensors["model.layers.3.mlp.gate.weight"] = torch.zeros(6, 32)
+        tensors["model.norm.weight"] = torch.zeros(31)
+
+    message = incompleteness(edited_tensors(saved("moe"), tmp_path / "m", edit))
+    assert "(3 faults)" in message
+    assert "missing model.layers.2.mlp.experts.5.up_proj.weight [20, 32]" in message
+    assert "not part of the model: model.layers.3.mlp.gate.weight" in message
+    assert "model.norm.weight: found [31]; config.json implies [32]" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 4),
+        ("num_hidden_layers", 2),
+        ("num_local_experts", 8),
+        ("num_key_value_heads", 2),
+        ("head_dim", 12),
+        ("vocab_size", 64),
+        ("moe_intermediate_size", 40),
+        ("tie_word_embeddings", True),
+        ("mlp_only_layers", [1]),
+    ],
+)
+def test_a_config_that_contradicts_the_weights_is_refused(
+    saved: Saved, tmp_path: Path, key: str, value: Any
+) -> None:
+    """D5, for every dimension that shows in a shape."""
+    folder = shutil.copytree(saved("moe"), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    assert incompleteness(folder)
+
+
+def test_a_tied_model_may_store_an_equal_head_only(saved: Saved, tmp_path: Path) -> None:
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+
+    def equal(tensors: dict[str, Tensor]) -> None:
+        tensors[head] = tensors[embedding].clone()
+
+    def stale(tensors: dict[str, Tensor]) -> None:
+        tensors[head] = tensors[embedding].clone()
+        tensors[head][3, 3] += 1e-3
+
+    folder = edited_tensors(saved("dense_tied"), tmp_path / "equal", equal)
+    check_complete(open_checkpoint(folder), read_spec(folder))
+    message = incompleteness(edited_tensors(saved("dense_tied"), tmp_path / "stale", stale))
+    assert "tie_word_embeddings is true, but lm_head.weight differs" in message

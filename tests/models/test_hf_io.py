@@ -1,0 +1,167 @@
+"""Checkpoints on disk: what the safetensors library reads and writes, and whole or not at all."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.errors import DataError
+from megarl.models.hf_io import INDEX, check_complete, open_checkpoint, write_checkpoint
+from megarl.models.mapping import mapping_for
+from megarl.models.spec import read_spec
+from megarl.types import TensorSpec
+
+Saved = Callable[[str], Path]
+SHARD_BYTES = 20_000  # as in the fixture `sharded`
+
+
+def load_all(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(file))
+    return tensors
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a
+    )
+
+
+@pytest.mark.parametrize("model", ["moe", "moe_bfloat16", "dense_tied"])
+def test_what_transformers_wrote_is_read_bit_for_bit(saved: Saved, model: str) -> None:
+    checkpoint = open_checkpoint(saved(model))
+    expected = load_all(saved(model))
+    assert same({name: checkpoint.get(name) for name in checkpoint.names()}, expected)
+    assert {n: checkpoint.shape(n) for n in expected} == {n: t.shape for n, t in expected.items()}
+    assert {checkpoint.dtype(n) for n in expected} == {t.dtype for t in expected.values()}
+
+
+def test_what_we_write_the_library_reads_bit_for_bit(saved: Saved, sharded: Path) -> None:
+    assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 3
+    assert same(load_all(sharded), load_all(saved("moe")))
+    index = json.loads((sharded / INDEX).read_text())
+    for name, file in index["weight_map"].items():
+        with safe_open(sharded / file, "pt") as shard:
+            assert name in shard.keys()  # noqa: SIM118 (a method of safe_open)
+            assert shard.metadata() == {"format": "pt"}
+    total = sum(t.numel() * 4 for t in load_all(saved("moe")).values())
+    assert index["metadata"]["total_size"] == total
+    for file in set(index["weight_map"].values()):
+        assert (sharded / file).stat().st_size < SHARD_BYTES + 8_000  # data and a header
+
+
+def test_tensors_may_come_in_any_order(saved: Saved, sharded: Path, tmp_path: Path) -> None:
+    """The same files, byte for byte, whatever order a pipeline of stages delivers in."""
+    source = saved("moe")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    backwards = reversed(list(load_all(source).items()))
+    write_checkpoint(tmp_path / "back", backwards, specs, source, SHARD_BYTES)
+    for file in sharded.iterdir():
+        assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes(), file.name
+
+
+def test_a_model_below_the_limit_is_one_file(saved: Saved, tmp_path: Path) -> None:
+    source = saved("dense_tied")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    write_checkpoint(tmp_path / "out", load_all(source).items(), specs, source)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
+        p.name for p in source.iterdir()
+    )
+    assert same(load_all(tmp_path / "out"), load_all(source))
+    check_complete(open_checkpoint(tmp_path / "out"), read_spec(tmp_path / "out"))
+
+
+def test_writing_holds_one_tensor_at_a_time(saved: Saved, tmp_path: Path) -> None:
+    source = saved("moe")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    alive: list[weakref.ref[Tensor]] = []
+
+    def one_by_one() -> Iterator[tuple[str, Tensor]]:
+        for spec in specs:
+            tensor = torch.zeros(spec.shape)
+            alive.append(weakref.ref(tensor))
+            yield spec.name, tensor
+            del tensor
+            assert sum(r() is not None for r in alive) <= 1
+
+    write_checkpoint(tmp_path / "out", one_by_one(), specs, source, SHARD_BYTES)
+
+
+def test_the_other_files_come_along(saved: Saved, tmp_path: Path) -> None:
+    source = shutil.copytree(saved("moe_bfloat16"), tmp_path / "source")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+        (source / name).write_text(f"this is {name}")
+    (source / "modeling_evil.py").write_text("raise SystemExit")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    write_checkpoint(tmp_path / "out", load_all(source).items(), specs, source)
+    for file in source.iterdir():
+        copy = tmp_path / "out" / file.name
+        if file.suffix in (".json", ".jinja", ".txt"):
+            assert copy.read_bytes() == file.read_bytes()
+    assert not (tmp_path / "out" / "modeling_evil.py").exists()
+
+
+def test_config_names_the_dtype_that_was_written(saved: Saved, tmp_path: Path) -> None:
+    source = saved("moe_bfloat16")
+    specs = mapping_for(read_spec(source)).hf_spec("float32")
+    wide = ((name, tensor.float()) for name, tensor in load_all(source).items())
+    write_checkpoint(tmp_path / "out", wide, specs, source)
+    assert read_spec(source).dtype == "bfloat16"
+    assert read_spec(tmp_path / "out").dtype == "float32"
+    assert {t.dtype for t in load_all(tmp_path / "out").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda tensors: tensors[:-1], "1 announced tensors never came: lm_head"),
+        (lambda tensors: [*tensors, tensors[0]], "came twice"),
+        (lambda tensors: [*tensors, ("model.extra", torch.zeros(2))], "model.extra is not part"),
+        (lambda tensors: [(n, t.bfloat16()) for n, t in tensors], "announced .* float32"),
+        (lambda tensors: [(n, t[..., :-1]) for n, t in tensors], r"found \[.*announced \["),
+    ],
+)
+def test_nothing_appears_unless_exactly_the_announced_tensors_came(
+    saved: Saved, tmp_path: Path, fault: Callable[[Any], Any], says: str
+) -> None:
+    source = saved("moe")
+    specs = mapping_for(read_spec(source)).hf_spec()
+    loaded = load_all(source)
+    tensors = [(spec.name, loaded[spec.name]) for spec in specs]
+    with pytest.raises(DataError, match=says):
+        write_checkpoint(tmp_path / "out", fault(tensors), specs, source)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_source_that_fails_midway_leaves_nothing(saved: Saved, tmp_path: Path) -> None:
+    specs = mapping_for(read_spec(saved("moe"))).hf_spec()
+
+    def interrupted() -> Iterator[tuple[str, Tensor]]:
+        yield specs[0].name, torch.zeros(specs[0].shape)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path / "out", interrupted(), specs, saved("moe"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_use_is_not_overwritten(saved: Saved, sharded: Path) -> None:
+    before = {p.name: p.read_bytes() for p in sharded.iterdir()}
+    with pytest.raises(DataError, match="already exists"):
+        write_checkpoint(sharded, iter(()), [], saved("moe"))
+    assert {p.name: p.read_bytes() for p in sharded.iterdir()} == before
+
+
+def test_announced_tensors_of_other_types_are_refused(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", (2,), "float8_e4m3fn")]
+    with pytest.raises(DataError, match="tensor a: dtype float8_e4m3fn"):
+        write_checkpoint(tmp_path / "out", iter(()), specs, tmp_path)

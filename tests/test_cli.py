@@ -1,0 +1,271 @@
+"""The megarl command, as a user types it: what it prints and how it exits."""
+
+import ast
+import inspect
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl import cli
+from megarl.monitor.samples import SampleText, write_samples
+from megarl.rundir import RunDir, write_json
+
+MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 1,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "max_position_embeddings": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": 24,
+}
+
+Megarl = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def megarl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Megarl:
+    """``megarl("config", "check", ...) -> (exit code, stdout, stderr)``"""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megarl", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else int(bool(e.code))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_text("x")
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
+    path = tmp_path / "config.yaml"
+    settings = {
+        "run": {"dir": f"{tmp_path}/my run", "steps": 10},
+        "model": {"hf": str(model)},
+        "parallel": {"tp": 2, "dp": 2, "ep": 2},
+        "data": {"prompts": f"{tmp_path}/prompts.jsonl", "prompts_per_step": 8},
+        "algo": {"policy": {"name": "gspo"}, "minibatches": 2},
+        "optim": {"lr": 1e-4},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_help_is_instant_because_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; sys.argv = ['megarl', '--help']\n"
+        "from megarl.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'pydantic', 'omegaconf', 'transformers', 'matplotlib', 'numpy'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for command in ("config", "serve", "samples", "report", "first-error", "doctor"):
+        assert command in done.stdout
+
+
+def test_settings_are_read_without_torch(config_file: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from megarl.config.load import load_config\n"
+        "import megarl.config.validate, megarl.config.docs, megarl.monitor.report\n"
+        f"load_config([Path({str(config_file)!r})], [])\n"
+        "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+# --- config ---------------------------------------------------------------------------------------
+
+
+def test_show_prints_every_setting_as_yaml_that_loads(megarl: Megarl, config_file: Path) -> None:
+    code, out, _ = megarl("config", "show", config_file, "optim.lr=3e-4")
+    shown = yaml.safe_load(out)
+    assert code == 0 and shown["optim"]["lr"] == 3e-4 and shown["sync"]["backend"] == "auto"
+    code, out, _ = megarl("config", "show", "--given", config_file)
+    assert code == 0 and set(yaml.safe_load(out)) == set(yaml.safe_load(config_file.read_text()))
+
+
+def test_check_sums_up_a_consistent_configuration(megarl: Megarl, config_file: Path) -> None:
+    code, out, err = megarl("config", "check", config_file)
+    assert (code, err) == (0, "")
+    assert "world size 4 = tp 2 x pp 1 x cp 1 x dp 2, ep 2 x etp 2 for experts" in out
+    assert "10 steps, 20 optimizer steps; 8 prompts x 8 samples a step" in out
+
+
+def test_check_for_a_shell_prints_assignments_only(
+    megarl: Megarl, config_file: Path, tmp_path: Path
+) -> None:
+    code, out, _ = megarl("config", "check", "--shell", config_file)
+    assert code == 0
+    script = f'{out}\nprintf \'%s|%s\' "$NPROC" "$RUN_DIR"'
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == f"4|{tmp_path}/my run"
+    assert len(shlex.split(out)) == 2
+
+
+def test_check_prints_every_problem_without_a_traceback(megarl: Megarl, config_file: Path) -> None:
+    code, out, err = megarl("config", "check", config_file, "optim.lrr=1", "run.steps=x", "oops=")
+    assert (code, out) == (2, "") and "Traceback" not in err
+    for words in ("3 problems", "did you mean optim.lr?", "run.steps", "override 'oops='"):
+        assert words in err
+    code, _, err = megarl("config", "check", config_file, "parallel.pp=3", "data.prompts=/no")
+    assert code == 2
+    for words in ("2 problems", "a divisor of num_hidden_layers = 2 (1, 2)", "/no, which does not"):
+        assert words in err
+    code, _, err = megarl("config", "check", "--no-paths", config_file, "data.prompts=/no")
+    assert code == 0
+
+
+def test_check_compares_with_the_ranks_there_will_be(megarl: Megarl, config_file: Path) -> None:
+    assert megarl("config", "check", "--world-size", 4, config_file)[0] == 0
+    code, _, err = megarl("config", "check", "--world-size", 8, config_file)
+    assert code == 2 and "= 4; accepted: a product equal to the number of ranks, 8" in err
+    code, _, err = megarl("config", "check", config_file, "sync.backend=nccl", "--num-gpus", 2)
+    assert code == 2 and "nccl with 2 devices" in err
+
+
+def test_check_refuses_a_model_that_is_not_supported(
+    megarl: Megarl, config_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**MODEL, "model_type": "llama"}))
+    code, _, err = megarl("config", "check", config_file)
+    assert code == 2 and "model_type is llama" in err and "qwen3_moe" in err
+    path.write_text(json.dumps({**MODEL, "hidden_act": "gelu"}))
+    code, _, err = megarl("config", "check", config_file)
+    assert code == 2 and "hidden_act" in err and "gelu" in err
+
+
+def test_docs_prints_the_page(megarl: Megarl) -> None:
+    code, out, _ = megarl("config", "docs")
+    page = Path(cli.__file__).resolve().parents[1] / "docs" / "configuration.md"
+    assert code == 0 and out == page.read_text("utf-8")
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    for step in (1, 2):
+        write_samples(
+            run.samples,
+            step,
+            [
+                SampleText(
+                    step, f"{step} + {i} =", f"a{step}{i}\x1b[2J", "9", i, i > 0, False, step
+                )
+                for i in (0, 1)
+            ],
+        )
+    return run
+
+
+@pytest.mark.parametrize(
+    "options, shown",
+    [
+        ([], ["a20", "a21"]),
+        (["--step", 1], ["a10", "a11"]),
+        (["--last", 3], ["a11", "a20", "a21"]),
+        (["--prompt", "+ 1"], ["a11", "a21"]),
+        (["--prompt", "+ 1", "--last", 1], ["a21"]),
+        (["--prompt", "none"], []),
+    ],
+)
+def test_samples_are_chosen_and_shown_readably(
+    megarl: Megarl, run: RunDir, options: list[object], shown: list[str]
+) -> None:
+    code, out, err = megarl("samples", run.root, *options)
+    assert code == 0 and "\x1b" not in out
+    assert [r for r in ("a10", "a11", "a20", "a21") if r in out] == shown
+    for words in ("prompt", "expected  9", "weights", "reward"):
+        assert (words in out) == bool(shown)
+    assert ("no kept sample has 'none'" in err) == (not shown)
+
+
+@pytest.mark.parametrize(
+    "options, words", [(["--step", 7], "no step 7; there are 1 to 2"), ([], "holds no samples")]
+)
+def test_samples_that_are_not_there_say_so(
+    megarl: Megarl, run: RunDir, options: list[object], words: str
+) -> None:
+    root = run.root if options else run.root.parent
+    code, out, err = megarl("samples", root, *options)
+    assert (code, out) == (1, "") and words in err and "Traceback" not in err
+
+
+def test_report_is_rebuilt_and_its_path_printed(megarl: Megarl, run: RunDir) -> None:
+    code, out, _ = megarl("report", run.root)
+    assert code == 0 and out.strip() == str(run.report) and run.report.exists()
+    code, _, err = megarl("report", run.root / "nowhere")
+    assert code == 1 and "no run directory" in err
+
+
+def test_first_error_prints_the_cause_and_fails_like_the_run(megarl: Megarl, run: RunDir) -> None:
+    assert megarl("first-error", run.root) == (0, "", "")
+    for rank, kind, when in ((0, "BrokenPipeError", 10.0), (1, "ValueError", 11.0)):
+        value = {"time": when, "rank": rank, "host": "n1", "where": "train", "error": kind}
+        write_json(run.errors / f"rank_{rank}.json", {**value, "message": "m", "traceback": ""})
+    code, out, _ = megarl("first-error", run.root)
+    assert code == 1 and out.startswith("rank 1 on n1 failed first in train:\nValueError: m\n")
+    assert megarl("first-error", run.root, "--since", 12) == (0, "", "")
+
+
+# --- machine and server ---------------------------------------------------------------------------
+
+
+def test_doctor_fits_a_screen(megarl: Megarl) -> None:
+    _, out, _ = megarl("doctor")
+    assert "torch" in out and "megatron-core" in out and len(out.splitlines()) <= 24
+
+
+def test_serve_has_the_options_and_defaults_of_the_server_itself() -> None:
+    # Read, not imported: the server brings torch and transformers, seconds of them.
+    tree = ast.parse((Path(cli.__file__).parent / "serve.py").read_text())
+    (main,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
+    values = [inspect.Parameter.empty, *(ast.literal_eval(d) for d in main.args.defaults)]
+    theirs = dict(zip([a.arg for a in main.args.args], values, strict=True))
+    ours = {n: p.default for n, p in inspect.signature(cli.serve).parameters.items()}
+    assert ours == theirs
+    assert ours["host"] == "127.0.0.1"  # not every interface
+
+
+def test_serve_reports_a_folder_without_a_model(megarl: Megarl, tmp_path: Path) -> None:
+    code, out, err = megarl("serve", tmp_path, "--key-file", tmp_path / "key")
+    assert (code, out) == (2, "") and "config.json" in err and "Traceback" not in err
