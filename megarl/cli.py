@@ -144,7 +144,7 @@ def serve(
     """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
     from megarl.serve import main as serve_main
 
-    status = serve_main(
+    status: int = serve_main(
         model=model,
         host=host,
         port=port,
@@ -200,9 +200,9 @@ def report(run: RunArgument) -> None:
 @app.command("first-error")
 def first_error(
     run: RunArgument,
-    since: Annotated[
-        float, typer.Option(help="Leave out errors before this time (seconds since 1970).")
-    ] = 0.0,
+    launch: Annotated[
+        str | None, typer.Option(help="A start's id (torchrun --rdzv-id); default: the newest.")
+    ] = None,
 ) -> None:
     """Print the error that made a run fail: the earliest that is not the echo of another.
 
@@ -212,7 +212,8 @@ def first_error(
     from megarl.monitor.first_error import message_of, read_errors
     from megarl.rundir import RunDir
 
-    errors = [e for e in read_errors(RunDir(run).errors) if e.time >= since]
+    rundir = RunDir(run, launch) if launch else RunDir(run).last_launch()
+    errors = read_errors(rundir.errors)
     first = pick(errors)
     if first is not None:
         typer.echo(message_of(first, errors))

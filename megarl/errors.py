@@ -30,7 +30,9 @@ class ConfigError(MegarlError, ValueError):
         self.problems = list(problems)
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__(f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in problems))
+        super().__init__(
+            f"{head} in the configuration:\n" + "\n".join(f"  - {p}" for p in problems)
+        )
 
 
 class DataError(MegarlError, ValueError):

@@ -157,9 +157,7 @@ def _build(
     if loop_state is not None:
         source.load_state(loop_state["source"])
     timer = PhaseTimer()
-    return Parts(
-        config, rundir, parallel, actor, source, checkpoints, reporter, timer, stop
-    ), step
+    return Parts(config, rundir, parallel, actor, source, checkpoints, reporter, timer, stop), step
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -167,9 +165,7 @@ def mesh_of(config: Config) -> Mesh:
     return Mesh(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp or p.tp)
 
 
-def _open_run(
-    config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack
-) -> int | None:
+def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:
     """Take the run directory; the step to resume from, None for a new run. Same answer on every rank."""
     error: Exception | None = None
     resume: int | None = None
@@ -193,7 +189,9 @@ def _claim(config: Config, rundir: RunDir, stack: ExitStack) -> int | None:
             )
         steps = CheckpointManager.complete_steps(rundir.checkpoints)
         if not steps:
-            raise RunError(f"run.resume is true, but {rundir.checkpoints} holds no complete checkpoint")
+            raise RunError(
+                f"run.resume is true, but {rundir.checkpoints} holds no complete checkpoint"
+            )
         resume = steps[-1]
     elif config.run.resume:
         raise RunError(f"run.resume is true, but {rundir.root} holds no run")
@@ -213,6 +211,3 @@ def _report(parts: Parts, step: int, metrics: StepMetrics, samples: list[Sample]
         values["perf/tokens_per_s"] = values["perf/tokens"] / values["time/step"]
     kept = parts.source.readable(samples, step, parts.config.monitor.samples_per_step)
     parts.reporter.step(step, values, kept)
-
-
-

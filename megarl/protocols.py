@@ -72,4 +72,14 @@ class MetricSink(Protocol):
     def close(self) -> None: ...
 
 
-__all__ = ["Actor", "Bucket", "Collector", "Metric", "MetricSink", "Reward", "Transport", "WeightSink", "WeightSource"]
+__all__ = [
+    "Actor",
+    "Bucket",
+    "Collector",
+    "Metric",
+    "MetricSink",
+    "Reward",
+    "Transport",
+    "WeightSink",
+    "WeightSource",
+]

@@ -4,7 +4,7 @@
 
     config.yaml           the settings as given (loadable again)      config.resolved.json   every setting
     run.lock              held (flock) by rank 0 while the run lives
-    logs/rank_N.log server_K.log torchrun.log                         errors/rank_N.json     first error of a rank
+    logs/rank_N.log server_K.log torchrun.log                         errors/LAUNCH/rank_N.json
     metrics.jsonl         tensorboard/   report.html
     samples/step_N.jsonl  rollouts/step_N.npz                          checkpoints/step_N/
     server_K.json         {"url", "pid", "host"} of a managed server  server.key             mode 0600
@@ -25,7 +25,10 @@ from megarl.errors import RunError
 
 @dataclass(frozen=True)
 class RunDir:
+    """``launch``: one start of the run; its ranks share it, an earlier or a refused start has another."""
+
     root: Path
+    launch: str = "0"
 
     @property
     def config(self) -> Path:
@@ -41,7 +44,12 @@ class RunDir:
 
     @property
     def errors(self) -> Path:
-        return self.root / "errors"
+        return self.root / "errors" / self.launch
+
+    def last_launch(self) -> "RunDir":
+        """The same directory, of the newest start that left an error."""
+        launches = sorted((self.root / "errors").glob("*"), key=lambda p: p.stat().st_mtime)
+        return RunDir(self.root, launches[-1].name) if launches else self
 
     @property
     def metrics(self) -> Path:
@@ -108,7 +116,9 @@ class RunDir:
             handle.seek(0)
             holder = handle.read().strip() or "an unnamed process"
             handle.close()
-            raise RunError(f"{self.root} is in use by {holder}; set run.dir to another directory, or end it") from e
+            raise RunError(
+                f"{self.root} is in use by {holder}; set run.dir to another directory, or end it"
+            ) from e
         handle.truncate(0)
         handle.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
         handle.flush()

@@ -17,25 +17,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 import torch
-from aiohttp import web
 
 from megarl.errors import ConfigError, Problem
 from megarl.rollout.embedded import Engine
 from megarl.rollout.embedded_model import SlotModel
 from megarl.rollout.process import follow_parent, read_or_make_key
-from megarl.rollout.server import build_app
+from megarl.rollout.server import build_app, run_app
 from megarl.rundir import write_json
 from megarl.sync.receiver import ModelReceiver
 
 log = logging.getLogger(__name__)
 
 _STOP_S = 1.5
-_SWITCH_INTERVAL_S = (
-    0.0005  # the engine takes the interpreter back from HTTP work hundreds of times a step
-)
+_SWITCH_INTERVAL_S = 0.0005  # hundreds of times a step the engine waits to get back from HTTP work
 
 
 def main(
@@ -58,7 +56,7 @@ def main(
     `ready_file`, else in the working directory). `ready_file` gets {"url", "pid", "host"} once
     connections are accepted, and goes again at the end.
     """
-    stop = threading.Event()
+    stop = Event()
     if parent_pid is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         follow_parent(parent_pid, lambda: _stop_soon(stop))
@@ -79,8 +77,17 @@ def main(
     engine = Engine(slots, ModelReceiver(slots.module))
     engine.start()
     listener = _listen(host, port)
+    url = _url(listener)
+
+    def started() -> None:
+        if ready_file is not None:
+            ready = {"url": url, "pid": os.getpid(), "host": socket.gethostname()}
+            write_json(Path(ready_file), ready)
+        sys.stdout.write(f"megarl serve: {url} serves {model} (key in {key_file})\n")
+        sys.stdout.flush()
+
     try:
-        asyncio.run(_serve(engine, key, listener, ready_file, key_file, stop))
+        asyncio.run(_serve(engine, key, listener, started, stop))
     finally:
         if ready_file is not None:
             Path(ready_file).unlink(missing_ok=True)
@@ -90,50 +97,36 @@ def main(
 
 
 async def _serve(
-    engine: Engine,
-    key: str,
-    listener: socket.socket,
-    ready_file: Path | None,
-    key_file: Path,
-    stop: threading.Event,
+    engine: Engine, key: str, listener: socket.socket, started: Callable[[], None], stop: Event
 ) -> None:
-    """Accepts connections until a signal or `stop`, then ends what runs and leaves in bounded
-    time."""
+    """Answers until a signal or `stop`, then ends what runs and leaves in bounded time."""
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, done.set)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGINT, done.set)
-    runner = web.AppRunner(
-        build_app(engine, key), access_log=None, handler_cancellation=True, shutdown_timeout=0.5
-    )
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
-    url = _url(listener)
-    if ready_file is not None:
-        ready = {"url": url, "pid": os.getpid(), "host": socket.gethostname()}
-        write_json(Path(ready_file), ready)
-    sys.stdout.write(f"megarl serve: {url} serves {engine.model.folder} (key in {key_file})\n")
-    sys.stdout.flush()
     watcher = loop.run_in_executor(None, _wait_for, stop, done.set, loop)
-    await done.wait()
-    stop.set()
-    log.info("stopping")
-    threading.Thread(target=_exit_after, args=(_STOP_S,), daemon=True).start()
-    engine.stop(timeout_s=0.2)
-    await runner.cleanup()
+
+    def stopping() -> None:
+        log.info("stopping")
+        stop.set()
+        threading.Thread(target=_exit_after, args=(_STOP_S,), daemon=True).start()
+        engine.stop(timeout_s=0.2)
+
+    try:
+        await run_app(build_app(engine, key), listener, started, done, stopping)
+    finally:
+        stop.set()
     await watcher
 
 
-def _wait_for(
-    stop: threading.Event, then: Callable[[], None], loop: asyncio.AbstractEventLoop
-) -> None:
+def _wait_for(stop: Event, then: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
     stop.wait()
     with contextlib.suppress(RuntimeError):  # the loop is closed: stopped already
         loop.call_soon_threadsafe(then)
 
 
-def _stop_soon(stop: threading.Event) -> None:
+def _stop_soon(stop: Event) -> None:
     stop.set()
     _exit_after(_STOP_S + 0.5)  # also when the main thread is stuck, in a long load for one
 

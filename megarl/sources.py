@@ -89,11 +89,18 @@ class DemonstrationSource(_Passive):
     """``sft``: demonstrations in shuffled epochs; every rank reads the file."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+        self,
+        config: Config,
+        rundir: RunDir,
+        parallel: Parallel,
+        actor: MegatronActor,
+        stop: StopRequest,
     ) -> None:
         assert config.data.demonstrations is not None, "checked by validate()"
         tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
-        samples = load_demonstrations(config.data.demonstrations, tokenizer, config.train.row_tokens)
+        samples = load_demonstrations(
+            config.data.demonstrations, tokenizer, config.train.row_tokens
+        )
         self.stream = DemonstrationStream(samples, config.run.seed)
         self.count = config.data.prompts_per_step
 
@@ -111,7 +118,12 @@ class RecordedSource(_Passive):
     """``train_only``: the rollouts an earlier run recorded, step by step."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+        self,
+        config: Config,
+        rundir: RunDir,
+        parallel: Parallel,
+        actor: MegatronActor,
+        stop: StopRequest,
     ) -> None:
         assert config.data.recorded is not None, "checked by validate()"
         self.paths = dict(recorded_steps(config.data.recorded))
@@ -136,7 +148,12 @@ class RolloutSource:
     """``rl``: prompts to the rollout servers, answers back, new weights over after every update."""
 
     def __init__(
-        self, config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor, stop: StopRequest
+        self,
+        config: Config,
+        rundir: RunDir,
+        parallel: Parallel,
+        actor: MegatronActor,
+        stop: StopRequest,
     ) -> None:
         self.config, self.rundir, self.parallel, self.actor = config, rundir, parallel, actor
         self.tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
@@ -294,9 +311,7 @@ class RolloutSource:
         )
 
 
-SOURCES: dict[
-    str, Callable[[Config, RunDir, Parallel, MegatronActor, StopRequest], Source]
-] = {
+SOURCES: dict[str, Callable[[Config, RunDir, Parallel, MegatronActor, StopRequest], Source]] = {
     "rl": RolloutSource,
     "sft": DemonstrationSource,
     "train_only": RecordedSource,

@@ -30,7 +30,9 @@ class StopRequest:
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # the pipe does the work; the default would kill us here
+            signal.signal(
+                number, lambda *_: None
+            )  # the pipe does the work; the default would kill us here
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 
@@ -63,7 +65,9 @@ class StopRequest:
                 self._end(128 + number)
             self.requested = True
             self.exit_code = 128 + number
-            log.warning("signal %d while in %s: ending within %g s", number, self.where, self.grace_s)
+            log.warning(
+                "signal %d while in %s: ending within %g s", number, self.where, self.grace_s
+            )
             self.fail(128 + number, self.grace_s)
 
     def _end(self, code: int) -> None:

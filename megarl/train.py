@@ -33,11 +33,17 @@ class Job:
     rank: int
     local_rank: int
     world_size: int
+    launch: str
 
     @classmethod
     def from_environment(cls) -> "Job":
         get = os.environ.get
-        return cls(int(get("RANK", "0")), int(get("LOCAL_RANK", "0")), int(get("WORLD_SIZE", "1")))
+        return cls(
+            rank=int(get("RANK", "0")),
+            local_rank=int(get("LOCAL_RANK", "0")),
+            world_size=int(get("WORLD_SIZE", "1")),
+            launch=get("TORCHELASTIC_RUN_ID", str(os.getpid())),  # torchrun's --rdzv-id
+        )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,13 +56,15 @@ def main(arguments: list[str] | None = None) -> int:
         if job.rank == 0:
             print(f"megarl: {e}", file=sys.stderr, flush=True)
         return 2
-    rundir = RunDir(config.run.dir)
+    rundir = RunDir(config.run.dir, job.launch)
     stop = StopRequest(config.run.stop_grace_s)
     try:
         _log_to(rundir, job.rank)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         _join(job, config)
-        from megarl.loop import run  # megatron: seconds to import, and only once the configuration is right
+        from megarl.loop import (
+            run,
+        )  # megatron: seconds to import, and only once the configuration is right
 
         run(config, rundir, job.local_rank, stop)
     except BaseException as e:
@@ -111,5 +119,3 @@ def _leave(stop: StopRequest, code: int) -> None:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-

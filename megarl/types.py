@@ -101,7 +101,9 @@ class PackedBatch:
     advantages: torch.Tensor  # f32 [T]
     rollout_logprobs: torch.Tensor  # f32 [T]
     samples: tuple[int, ...]  # index in the step's sample list of every non-padding segment
-    old_logprobs: torch.Tensor | None = None  # f32 [T / cp] on the last pipeline stage, by the actor
+    old_logprobs: torch.Tensor | None = (
+        None  # f32 [T / cp] on the last pipeline stage, by the actor
+    )
 
 
 @dataclass

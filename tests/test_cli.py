@@ -264,8 +264,3 @@ def test_serve_has_the_options_and_defaults_of_the_server_itself() -> None:
     ours = {n: p.default for n, p in inspect.signature(cli.serve).parameters.items()}
     assert ours == theirs
     assert ours["host"] == "127.0.0.1"  # not every interface
-
-
-def test_serve_reports_a_folder_without_a_model(megarl: Megarl, tmp_path: Path) -> None:
-    code, out, err = megarl("serve", tmp_path, "--key-file", tmp_path / "key")
-    assert (code, out) == (2, "") and "config.json" in err and "Traceback" not in err

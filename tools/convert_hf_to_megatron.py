@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turn a Hugging Face folder into a Megatron checkpoint that ``model.load`` reads, in any layout::
 
-    python tools/convert_hf_to_megatron.py runs/demo/model runs/demo/model_megatron
+python tools/convert_hf_to_megatron.py runs/demo/model runs/demo/model_megatron
 """
 
 import argparse

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turn a Megatron checkpoint (of a run, or of convert_hf_to_megatron.py) into a Hugging Face folder::
 
-    python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
+python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
 """
 
 import argparse
@@ -43,7 +43,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60")
+    parser.add_argument(
+        "source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60"
+    )
     parser.add_argument("out", type=Path, help="Hugging Face folder, must not exist")
     args = parser.parse_args()
     try:

@@ -108,7 +108,9 @@ class MegatronActor:
         ]
 
 
-def build_actor(config: Config, spec: ModelSpec, parallel: Parallel, optimizer_steps: int) -> MegatronActor:
+def build_actor(
+    config: Config, spec: ModelSpec, parallel: Parallel, optimizer_steps: int
+) -> MegatronActor:
     """Model, optimizer and schedule for ``config``. Initial weights are those of ``model.hf`` unless a checkpoint
     is loaded afterwards (``actor/state.py``). Collective."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision.dtype]

@@ -37,7 +37,9 @@ def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
     parts = []
     for start, end in zip(bounds, bounds[1:], strict=False):
         chunk = (end - start) // (2 * cp)
-        assert chunk * 2 * cp == end - start, f"segment of {end - start} tokens is not cut by 2 * cp = {2 * cp}"
+        assert chunk * 2 * cp == end - start, (
+            f"segment of {end - start} tokens is not cut by 2 * cp = {2 * cp}"
+        )
         for k in (rank, 2 * cp - 1 - rank):
             parts.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
     return torch.cat(parts)
@@ -59,7 +61,9 @@ def _groups(
             starts.setdefault(end - start, []).append(start)
     groups = []
     for length, first in starts.items():
-        inside = local_index((0, length), cp, rank)  # positions of this rank's queries inside a segment
+        inside = local_index(
+            (0, length), cp, rank
+        )  # positions of this rank's queries inside a segment
         keys = torch.tensor(first)[:, None] + torch.arange(length)
         queries = where[keys[:, inside]] - rank * width
         mask = None if cp == 1 else (inside[:, None] >= torch.arange(length)).to(device)
@@ -97,7 +101,9 @@ class PackedAttention(MegatronModule):
         attention_bias: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", "rows are packed"
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", (
+            "rows are packed"
+        )
         cp, rank = self.cp_group.size(), self.cp_group.rank()
         if cp > 1:  # gradients of keys and values are reduce-scattered back
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)

@@ -103,7 +103,10 @@ def _patch_cuda_calls() -> None:
         "get_device_capability": (0, 0),
         "get_device_name": "cpu",
     }
-    for name, value in constants.items():  # a function each: torch.compile's tables refuse one under two names
+    for (
+        name,
+        value,
+    ) in constants.items():  # a function each: torch.compile's tables refuse one under two names
         setattr(cuda, name, _returns(value))
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _returns(None), _returns(None)
     cuda.stream = lambda s=None: s or stream
@@ -134,9 +137,7 @@ def _patch_factories() -> None:
 
         return wrapped
 
-    for name in (
-        "zeros ones empty full tensor arange rand randn randint zeros_like ones_like empty_like as_tensor"
-    ).split():
+    for name in ["zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "as_tensor"]:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
     to, kind = torch.Tensor.to, torch.Tensor.type
@@ -162,8 +163,12 @@ def _patch_factories() -> None:
 def _patch_rng() -> None:
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     # upstream queues these until CUDA is initialised, which never happens
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
@@ -181,7 +186,9 @@ def _patch_uneven_collectives() -> None:
     even_scatter = mappings._reduce_scatter_along_first_dim
     all_to_all = torch.distributed.all_to_all_single
 
-    def gather(x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def gather(
+        x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return even_gather(x, group, output_split_sizes, use_global_buffer)
         splits, n = [int(i) for i in output_split_sizes], group.size()
@@ -189,7 +196,9 @@ def _patch_uneven_collectives() -> None:
         all_to_all(out, torch.cat([x] * n), splits, [x.size(0)] * n, group=group)
         return out
 
-    def scatter(x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    def scatter(
+        x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return even_scatter(x, group, input_split_sizes, use_global_buffer)
         splits, n = [int(i) for i in input_split_sizes], group.size()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from megarl.actor.names import global_parameters, shift_expert
 from megarl.actor.model import padded_vocab
+from megarl.actor.names import global_parameters, shift_expert
 from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec

@@ -29,7 +29,9 @@ class _LogprobEntropy(torch.autograd.Function):
         width = logits_TV.size(-1)
         first = group.rank() * width
         z = logits_TV.float() / temperature
-        if first + width > vocab_size:  # padding columns of the last ranks: never part of the softmax
+        if (
+            first + width > vocab_size
+        ):  # padding columns of the last ranks: never part of the softmax
             z[:, max(0, vocab_size - first) :] = float("-inf")
         top = z.max(dim=-1).values
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -38,7 +40,9 @@ class _LogprobEntropy(torch.autograd.Function):
         local = targets_T - first
         mine = (local >= 0) & (local < width)
         z_y = z.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1)
-        sums = torch.stack([e.sum(-1), torch.where(mine, z_y, 0.0), torch.where(e > 0, e * z, 0.0).sum(-1)])
+        sums = torch.stack(
+            [e.sum(-1), torch.where(mine, z_y, 0.0), torch.where(e > 0, e * z, 0.0).sum(-1)]
+        )
         dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
         entropy = log_sum - sums[2] / sums[0]

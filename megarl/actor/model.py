@@ -19,8 +19,9 @@ from megarl.actor.setup import Parallel
 from megarl.models.mapping import padded_vocab_size
 from megarl.models.spec import ModelSpec
 
-
-VOCAB_MULTIPLE = 64  # by the model, not by tp: a checkpoint then fits every layout whose tp divides it
+VOCAB_MULTIPLE = (
+    64  # by the model, not by tp: a checkpoint then fits every layout whose tp divides it
+)
 
 
 def padded_vocab(spec: ModelSpec) -> int:
@@ -83,7 +84,9 @@ def _layer_spec(config: Any, moe: bool) -> Any:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     # Checkpoint keys as Transformer Engine's spec has them, so that CPU and GPU runs read each other's files: the
     # local spec would file an MoE layer's second norm under mlp.linear_fc1.
-    layer.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    layer.sharded_state_dict_keys_map = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
+    }
     if not moe:
         layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return spec

@@ -12,7 +12,9 @@ _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+$")
 
 
-def global_parameters(model: torch.nn.Module, parallel: Parallel) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def global_parameters(
+    model: torch.nn.Module, parallel: Parallel
+) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name as in a model on one rank, local parameter), in a fixed order; ``model`` may be wrapped."""
     core = unwrap(model)
     config = core.config

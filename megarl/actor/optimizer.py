@@ -31,7 +31,9 @@ def build_optimizer(
     )
 
 
-def build_schedule(settings: OptimSection, optimizer: Any, total_steps: int) -> OptimizerParamScheduler:
+def build_schedule(
+    settings: OptimSection, optimizer: Any, total_steps: int
+) -> OptimizerParamScheduler:
     """Warm-up from 0, constant, and a linear fall over the last ``decay_fraction`` of ``total_steps``."""
     return OptimizerParamScheduler(
         optimizer,
@@ -47,4 +49,7 @@ def build_schedule(settings: OptimSection, optimizer: Any, total_steps: int) -> 
         end_wd=settings.weight_decay,
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
+        # a checkpoint brings the position; the shape is this run's configuration, whose steps may be more now
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )

@@ -24,7 +24,9 @@ class Parallel:
     cp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup
     pp: dist.ProcessGroup
-    experts: dist.ProcessGroup  # all etp * ep shards of one replica of a stage's experts, etp fastest
+    experts: (
+        dist.ProcessGroup
+    )  # all etp * ep shards of one replica of a stage's experts, etp fastest
     host: dist.ProcessGroup
 
     @property
@@ -52,7 +54,9 @@ def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: floa
         torch.cuda.set_device(local_rank)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     assert dist.get_world_size() == mesh.world_size, (dist.get_world_size(), mesh)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,

@@ -43,6 +43,7 @@ def save_actor(actor: MegatronActor, path: Path) -> None:
 
 def load_actor(actor: MegatronActor, path: Path) -> None:
     """The inverse of ``save_actor``, also into another layout. Collective."""
+    _create_moments(actor.optimizer)
     state = _load(_actor_state(actor, loading=True), actor.parallel, path)
     unwrap(actor.model).load_state_dict(state["model"], strict=True)
     actor.optimizer.load_state_dict(_regroup(state["optimizer"], actor.optimizer))
@@ -88,6 +89,23 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp)
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
     return loaded
+
+
+def _create_moments(optimizer: Any) -> None:
+    """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading expects them, but
+    creates them itself only for the fused optimizers of TE and apex."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part.optimizer
+        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
+            continue
+        for group in inner.param_groups:
+            for p in group["params"]:
+                if not inner.state[p]:
+                    inner.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
 
 
 def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:

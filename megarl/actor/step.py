@@ -24,7 +24,9 @@ from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
 from megarl.types import LossInputs, PackedBatch, StepMetrics
 
-OnLogits = Callable[[PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
+OnLogits = Callable[
+    [PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]
+]
 
 
 def run_schedule(
@@ -41,7 +43,9 @@ def run_schedule(
     stage. Returns the results in row order there, an empty list elsewhere. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
 
-    def forward_step(source: Iterator[PackedBatch], core: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def forward_step(
+        source: Iterator[PackedBatch], core: torch.nn.Module
+    ) -> tuple[torch.Tensor, Any]:
         row = next(source)
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, parallel.mesh.cp, parallel.at.cp)
@@ -88,9 +92,7 @@ def record_logprobs(
     return logprobs.sum() * 0.0, None
 
 
-def policy_loss(
-    objective: Objective, parallel: Parallel, num_microbatches: int
-) -> OnLogits:
+def policy_loss(objective: Objective, parallel: Parallel, num_microbatches: int) -> OnLogits:
     """The training loss with the scale of the module docstring."""
     mesh = parallel.mesh
     scale = num_microbatches * mesh.dp * mesh.cp

@@ -73,7 +73,9 @@ def gspo(inputs: LossInputs, segments: Segments, policy: GspoPolicy) -> TokenLos
         "clipfrac_high": (advantages > 0) & (token_log_s > high),
         "clipfrac_low": (advantages < 0) & (token_log_s < low),
     }
-    clipped = segments.sum((inputs.mask & (flags["clipfrac_high"] | flags["clipfrac_low"])).float()) > 0
+    clipped = (
+        segments.sum((inputs.mask & (flags["clipfrac_high"] | flags["clipfrac_low"])).float()) > 0
+    )
     return TokenLoss(loss, flags, {"seq_clipfrac": clipped})
 
 

@@ -56,7 +56,9 @@ class CheckpointManager:
         try:
             write_parts(part / MEGATRON)
         except Exception as e:
-            error = RunError(f"writing checkpoint {part}: {type(e).__name__}: {e}; older checkpoints are untouched")
+            error = RunError(
+                f"writing checkpoint {part}: {type(e).__name__}: {e}; older checkpoints are untouched"
+            )
         agree(error, self.host, "writing a checkpoint")
 
         def publish() -> None:

@@ -17,7 +17,9 @@ Seconds = Annotated[float, Field(gt=0)]
 class Section(BaseModel):
     """Unknown keys are errors; a built configuration does not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class RunSection(Section):
@@ -106,7 +108,8 @@ class SftPolicy(Section):
 
 
 Policy = Annotated[
-    GspoPolicy | PpoClipPolicy | SapoPolicy | ReinforcePolicy | SftPolicy, Field(discriminator="name")
+    GspoPolicy | PpoClipPolicy | SapoPolicy | ReinforcePolicy | SftPolicy,
+    Field(discriminator="name"),
 ]
 
 
@@ -115,7 +118,9 @@ class AlgoSection(Section):
     """The objective and its own settings, e.g. ``{name: gspo, eps_low: 3e-4, eps_high: 4e-4}``."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """grpo: (R - mean) / (std + 1e-6) over the prompt's samples; dr_grpo: R - mean; rloo: leave-one-out mean."""
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "seq_mean_token_mean"
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = (
+        "seq_mean_token_mean"
+    )
     """How token losses become one number; counts are global over the optimizer step."""
     minibatches: Positive = 1
     """Optimizer steps a rollout batch is split into, by prompt."""

@@ -35,7 +35,7 @@ _MESSAGE = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|closed by peer|broken pipe"
     r"|socket (was )?closed|remote process exited|unhandled system error|ncclRemoteError"
     r"|connectFullMesh|timed out waiting|wait timeout|watchdog|failed to recv"
-    r"|peer.*(closed|gone|lost)|another rank|sigterm|sigint",
+    r"|peer.*(closed|gone|lost)|another rank|failed on rank \d+|sigterm|sigint",
     re.IGNORECASE,
 )
 

@@ -30,9 +30,7 @@ class Reporter:
             self._sinks = open_sinks(rundir, tensorboard=tensorboard, resume_step=resume_step)
             self._progress = Progress(total_steps, steps_done=resume_step or 0)
 
-    def step(
-        self, step: int, values: Mapping[str, float], samples: Sequence[SampleText]
-    ) -> None:
+    def step(self, step: int, values: Mapping[str, float], samples: Sequence[SampleText]) -> None:
         """One finished step: its reduced metrics and the samples kept of it."""
         if self._progress is None or not values:
             return

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import secrets
+import socket
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -69,6 +70,23 @@ def build_app(engine: Engine, key: str) -> web.Application:
     app.add_routes([web.get(path, handler) for path, handler in gets.items()])
     app.add_routes([web.post(path, handler) for path, handler in posts.items()])
     return app
+
+
+async def run_app(
+    app: web.Application,
+    listener: socket.socket,
+    started: Callable[[], None],
+    stop: asyncio.Event,
+    stopping: Callable[[], None],
+) -> None:
+    """Answers on `listener` until `stop` is set, then calls `stopping` and soon closes."""
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    started()
+    await stop.wait()
+    stopping()
+    await runner.cleanup()
 
 
 class _Api:
@@ -130,6 +148,8 @@ class _Api:
         """200 after a token has really been generated, or, while generation is held, after the
         engine thread has answered."""
         engine = self._engine
+        if engine.unusable is not None:
+            return web.Response(status=503, text=engine.unusable)
         probe = {
             "input_ids": [0],
             "rid": f"HEALTH_CHECK_{uuid.uuid4().hex}",

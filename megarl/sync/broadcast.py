@@ -158,7 +158,8 @@ class BroadcastTransport:
             "group_name": self.group_name,
         }
         replies = [
-            self._threads.submit(sink.control, "receive", message, self.timeout_s) for sink in self._sinks
+            self._threads.submit(sink.control, "receive", message, self.timeout_s)
+            for sink in self._sinks
         ]
         on = flat.cpu() if self.backend == "gloo" else flat
         work = dist.broadcast(on, group_src=0, group=self._group, async_op=True)
@@ -182,7 +183,8 @@ class BroadcastTransport:
         if self.rank == 0:
             try:
                 replies = [
-                    self._threads.submit(sink.control, op, payload, self.timeout_s) for sink in self._sinks
+                    self._threads.submit(sink.control, op, payload, self.timeout_s)
+                    for sink in self._sinks
                 ]
                 for reply in replies:
                     reply.result()

@@ -50,7 +50,11 @@ def test_the_distributed_optimizer_takes_the_same_steps(
 ) -> None:
     world = compare.mesh_of(layout).world_size
     results = pool.run(
-        "tests.actor.work:train", world=world, hf=tiny_model, layout=layout, optim={"distributed": True}
+        "tests.actor.work:train",
+        world=world,
+        hf=tiny_model,
+        layout=layout,
+        optim={"distributed": True},
     )
     found = compare.merged(results)
     assert_same_metrics(found["metrics"], single["metrics"])

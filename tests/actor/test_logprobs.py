@@ -14,16 +14,22 @@ from tests.helpers.samples import random_samples
 pytestmark = pytest.mark.dist
 
 
-def run(pool: WorkerPool, hf: Path, samples: list[Sample], layout: dict[str, int]) -> dict[int, Any]:
+def run(
+    pool: WorkerPool, hf: Path, samples: list[Sample], layout: dict[str, int]
+) -> dict[int, Any]:
     world = 1
     for degree in layout.values():
         world *= degree
-    results = pool.run("tests.actor.work:logprobs", world=world, hf=hf, layout=layout, samples=samples)
+    results = pool.run(
+        "tests.actor.work:logprobs", world=world, hf=hf, layout=layout, samples=samples
+    )
     return {i: v for part in results for i, v in part.items()}
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_log_probs_equal_transformers(pool: WorkerPool, tiny_model: Path, layout: dict[str, int]) -> None:
+def test_log_probs_equal_transformers(
+    pool: WorkerPool, tiny_model: Path, layout: dict[str, int]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     samples = random_samples(6, 4, seed=5)
@@ -39,7 +45,9 @@ def test_log_probs_equal_transformers(pool: WorkerPool, tiny_model: Path, layout
         torch.testing.assert_close(found[i].double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_token_of_one_sequence_changes_no_bit_of_the_others(pool: WorkerPool, tiny_model: Path) -> None:
+def test_a_token_of_one_sequence_changes_no_bit_of_the_others(
+    pool: WorkerPool, tiny_model: Path
+) -> None:
     samples = random_samples(4, 4, seed=9)
     before = run(pool, tiny_model, samples, {})
     victim = 5
@@ -71,7 +79,9 @@ def test_derivatives_of_log_prob_and_entropy(pool: WorkerPool, world: int) -> No
     logp = (z / temperature).log_softmax(-1)
     lp = logp.gather(1, torch.tensor(targets)[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
-    (lp @ torch.arange(1.0, 6.0).double() + entropy @ torch.tensor([0.5, -1, 2, 0, 1]).double()).backward()
+    (
+        lp @ torch.arange(1.0, 6.0).double() + entropy @ torch.tensor([0.5, -1, 2, 0, 1]).double()
+    ).backward()
     grad = torch.cat([r["grad"] for r in results], dim=1).double()
     for r in results:
         torch.testing.assert_close(r["lp"].double(), lp.detach(), rtol=1e-5, atol=1e-5)

@@ -57,7 +57,9 @@ def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in found.items()}
 
 
-def train(rank: int, hf: Path, layout: dict[str, int], steps: int = 2, **sections: Any) -> dict[str, Any]:
+def train(
+    rank: int, hf: Path, layout: dict[str, int], steps: int = 2, **sections: Any
+) -> dict[str, Any]:
     """Train on fixed rollouts: metrics of every optimizer step, the first step's gradients, final weights."""
     from megatron.core import parallel_state
 
@@ -90,11 +92,7 @@ def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample])
     try:
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
-        return {
-            i: values
-            for row in plan.steps[0]
-            for i, values in _by_sample(row, actor.parallel)
-        }
+        return {i: values for row in plan.steps[0] for i, values in _by_sample(row, actor.parallel)}
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -121,7 +119,11 @@ def logprob_gradients(
     world = dist.get_world_size()
     local = torch.tensor(logits).chunk(world, dim=1)[rank].float().clone().requires_grad_()
     lp, entropy = logprob_and_entropy(
-        local, torch.tensor(targets), vocab_size=vocab, temperature=temperature, group=dist.group.WORLD
+        local,
+        torch.tensor(targets),
+        vocab_size=vocab,
+        temperature=temperature,
+        group=dist.group.WORLD,
     )
     mix = lp @ torch.arange(1.0, 6.0) + entropy @ torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0])
     mix.backward()

@@ -250,8 +250,7 @@ def test_a_contradiction_alone_gives_exactly_its_problem(case: Case, place: Path
 
 def test_all_contradictions_are_reported_at_once(place: Path) -> None:
     case = Case(
-        [*URLS, "optim.betas=[2,2]", "algo.minibatches=3", "rollout.urls=[x]"]
-        + ["data.prompts=HERE/no"],
+        [*URLS, "optim.betas=[2,2]", "algo.minibatches=3", "rollout.urls=[x]", "data.prompts=/no"],
         {
             **{"parallel": ["= 8"], "parallel.pp": ["= 5"], "data.prompts_per_step": ["32"]},
             **{

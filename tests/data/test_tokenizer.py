@@ -1,5 +1,6 @@
 """Text in, ids out, and back: no token is added or lost on the way."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -48,10 +49,8 @@ def test_code_in_the_folder_is_never_run(tiny_model: Path, tmp_path: Path) -> No
     config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
     config["tokenizer_class"] = "Evil"
     path.write_text(json.dumps(config))
-    try:
+    with contextlib.suppress(DataError):
         load_tokenizer(folder)
-    except DataError:
-        pass
     assert not marker.exists()
 
 

@@ -29,12 +29,16 @@ class WorkerPool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._tasks = 0
 
-    def run(self, target: str, *, world: int, timeout_s: float = 120.0, **arguments: Any) -> list[Any]:
+    def run(
+        self, target: str, *, world: int, timeout_s: float = 120.0, **arguments: Any
+    ) -> list[Any]:
         self._start(world)
         self._tasks += 1
         for rank in range(world):
             _, pipe = self._workers[rank]
-            pipe.send((target, self._store.port, f"task{self._tasks}", rank, world, timeout_s, arguments))
+            pipe.send(
+                (target, self._store.port, f"task{self._tasks}", rank, world, timeout_s, arguments)
+            )
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         pending = {self._workers[rank][1]: rank for rank in range(world)}
@@ -91,7 +95,11 @@ def _serve(pipe: Connection, parent: int) -> None:
             timeout = datetime.timedelta(seconds=timeout_s)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore(task, store), rank=rank, world_size=world, timeout=timeout
+                "gloo",
+                store=dist.PrefixStore(task, store),
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
             )
             module, _, function = target.partition(":")
             value = getattr(importlib.import_module(module), function)(rank=rank, **arguments)

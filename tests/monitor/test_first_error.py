@@ -28,7 +28,7 @@ ECHO = [
     ("DistNetworkError", "The client socket has failed to connect"),
     ("ConnectionResetError", "[Errno 104]"),
     ("BrokenPipeError", ""),
-    ("RunError", "another rank failed"),
+    ("RunError", "collecting rollouts failed on rank 0: ServerError: http://a:1 is gone"),
     ("SignalException", "Process got signal: 15"),
 ]
 

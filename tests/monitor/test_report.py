@@ -71,9 +71,9 @@ def assert_self_contained(page: Page) -> None:
         assert not re.search(r'href="(?!#)', namespaces)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "<b>run</b>")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    run = RunDir(tmp_path_factory.mktemp("x") / "<b>run</b>")
     sink = JsonlSink(run.metrics, resume_step=None)
     for step in range(1, 8):
         values = {"rollout/reward": step / 10, "policy/loss": math.nan if step == 3 else -step}
@@ -89,11 +89,12 @@ def run(tmp_path: Path) -> RunDir:
     for step in (1, 7):
         sample = SampleText(step, ATTACK, f"response {step} {ATTACK}", ATTACK, 1.0, True, False, 1)
         write_samples(run.samples, step, [sample])
+    write_report(run)
     return run
 
 
 def test_a_report_has_charts_numbers_settings_and_samples(run: RunDir) -> None:
-    page = build(run)
+    page = Page(run.report.read_text("utf-8"))
     alts = [v for k, v in page.attributes if k == "alt"]
     for title in (
         "Reward",
@@ -113,7 +114,7 @@ def test_a_report_has_charts_numbers_settings_and_samples(run: RunDir) -> None:
 
 
 def test_a_report_loads_and_runs_nothing_and_escapes_what_the_model_wrote(run: RunDir) -> None:
-    page = build(run)
+    page = Page(run.report.read_text("utf-8"))
     assert_self_contained(page)
     shown = ATTACK.replace("\x1b", "\\x1b")
     assert f"response 7 {shown}" in page.text  # whole, as text
@@ -142,7 +143,8 @@ def test_a_metric_that_is_never_finite_is_not_drawn() -> None:
 
 
 def test_the_same_run_gives_the_same_bytes(run: RunDir) -> None:
-    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+    before = run.report.read_bytes()
+    assert write_report(run).read_bytes() == before
 
 
 def test_long_series_are_averaged_in_blocks() -> None:

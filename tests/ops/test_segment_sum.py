@@ -315,7 +315,11 @@ def test_presence_is_silent():
 
 
 @needs_native
-def test_a_library_older_than_its_sources_is_reported(caplog):
+def test_a_library_older_than_its_sources_is_reported(caplog, monkeypatch):
+    monkeypatch.delenv("MEGARL_REQUIRE_NATIVE", raising=False)
     with caplog.at_level(logging.WARNING, logger="megarl.ops._native"):
         assert _native.native_devices("no_such_op") == frozenset()
     assert "it has no no_such_op" in caplog.text
+    monkeypatch.setenv("MEGARL_REQUIRE_NATIVE", "1")
+    with pytest.raises(ImportError, match="it has no no_such_op"):
+        _native.native_devices("no_such_op")

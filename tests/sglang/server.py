@@ -61,7 +61,7 @@ class SGLangServer:
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
         venv: Path = VENV,
-        start_timeout_s: float = 240.0,
+        start_timeout_s: float = 600.0,
     ) -> None:
         """`port` and `key` default to a free one and a random one. `extra_args` are SGLang's own
         flags and win over those set here; `env` likewise."""
@@ -84,6 +84,7 @@ class SGLangServer:
             ),
             *("--max-total-tokens", "4096", "--max-running-requests", "8"),
             *("--enable-return-routed-experts", "--skip-server-warmup"),
+            "--sleep-on-idle",  # an idle scheduler would spin on a core the other tests need
             *extra_args,
         ]
         self._env = {

@@ -4,12 +4,10 @@ Each test that depends on the weights being served loads them first: the server 
 """
 
 import base64
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,70 +15,30 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, specs_of, tensor_digest
+from tests.sglang.protocol import (
+    PROMPT,
+    digests,
+    generate,
+    generating,
+    joined_group,
+    ok,
+    prompt_logprobs,
+    received,
+    send,
+)
 from tests.sglang.server import SGLangServer
 
 # The first test of a session may have to install SGLang, and waits for the server to start.
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
-PROMPT = [4, 11, 7, 19, 3, 8, 22, 5, 14, 9, 6]
 LAYERS, TOP_K = 4, 2
-GROUP = "weights"
 
 # float32 on both sides, sums in another order: 5e-6 was seen over many prompts.
 TOLERANCE = 1e-5
 
 
-def sampling(num_tokens: int, **fields: Any) -> dict[str, Any]:
-    """A request for `num_tokens` tokens at temperature 1, whatever they are."""
-    parameters = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    return {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True, **fields}
-
-
-def generate(server: SGLangServer, *, num_tokens: int, **fields: Any) -> dict[str, Any]:
-    return ok(server, "/generate", **sampling(num_tokens, **fields))
-
-
-def generating(server: SGLangServer, pool: ThreadPoolExecutor, *, num_tokens: int) -> Future[Any]:
-    """The reply to come, when its first token has been sampled already."""
-    started = threading.Event()
-
-    def read_all() -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        for event in server.stream("/generate", sampling(num_tokens)):
-            started.set()
-            last = event  # each has everything so far
-        return last
-
-    reply = pool.submit(read_all)
-    assert started.wait(60)
-    return reply
-
-
-def prompt_logprobs(server: SGLangServer) -> list[float]:
-    """Log-probs of PROMPT[1:] under the weights being served."""
-    reply = generate(server, num_tokens=1, logprob_start_len=0)
-    return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-
-
 def serve(server: SGLangServer, model: Path, version: str) -> None:
-    status, reply = server.post(
-        "/update_weights_from_disk", {"model_path": str(model), "weight_version": version}
-    )
-    assert status == 200, reply
-
-
-def ok(server: SGLangServer, path: str, **body: Any) -> Any:
-    status, reply = server.post(path, body)
-    assert status == 200, (path, reply)
-    return reply
-
-
-def ok_get(server: SGLangServer, path: str) -> Any:
-    status, reply = server.request("GET", path, key=server.key)
-    assert status == 200, (path, reply)
-    return reply
+    ok(server, "/update_weights_from_disk", model_path=str(model), weight_version=version)
 
 
 @pytest.fixture(scope="module")
@@ -93,63 +51,8 @@ def in_background() -> Iterator[ThreadPoolExecutor]:
 def group(
     sglang_server: SGLangServer, in_background: ThreadPoolExecutor
 ) -> Iterator[dist.ProcessGroup]:
-    """This process as rank 0 and the server as rank 1."""
-    store, port = create_store("127.0.0.1")
-    joining = in_background.submit(
-        ok,
-        sglang_server,
-        "/init_weights_update_group",
-        master_address=store.host,
-        master_port=port,
-        rank_offset=1,
-        world_size=2,
-        group_name=GROUP,
-        backend="gloo",
-    )
-    group = join_group(
-        store, rank=0, world_size=2, group_name=GROUP, backend="gloo", timeout_s=60.0
-    )
-    joining.result()
-    yield group
-    ok(sglang_server, "/destroy_weights_update_group", group_name=GROUP)
-    leave_group(group)
-
-
-def send(
-    server: SGLangServer,
-    group: dist.ProcessGroup,
-    pool: ThreadPoolExecutor,
-    weights: dict[str, torch.Tensor],
-) -> None:
-    """Inside an update: broadcasts the weights in buckets of at most 200 kB."""
-    buckets = list(bucketize(weights.items(), max_bytes=200_000))
-    assert len(buckets) > 2
-    for bucket in buckets:
-        specs = specs_of(bucket)
-        receiving: Future[Any] = pool.submit(
-            ok,
-            server,
-            "/update_weights_from_distributed",
-            names=[spec.name for spec in specs],
-            dtypes=[spec.dtype for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-            group_name=GROUP,
-            load_format="flattened_bucket",
-            flush_cache=False,
-        )
-        dist.broadcast(flatten(bucket), group_src=0, group=group)
-        receiving.result()
-
-
-def received(server: SGLangServer) -> dict[str, str]:
-    """The digests that the plugin reports for the only rank."""
-    reply = ok(server, "/weights_checker", action="digest", selector="target")
-    (rank,) = reply["ranks"]
-    return rank["checksums"]
-
-
-def digests(weights: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    with joined_group(sglang_server, in_background, num_server_ranks=1) as group:
+        yield group
 
 
 def test_requests_without_the_key_or_with_another_are_refused(sglang_server):
@@ -195,13 +98,13 @@ def test_routed_experts_cover_all_but_the_last_token_and_equal_transformers(
 def test_nothing_is_sampled_while_paused_and_requests_go_on_afterwards(
     sglang_server, in_background
 ):
-    running = generating(sglang_server, in_background, num_tokens=150)
+    running = generating(sglang_server, in_background, num_tokens=300)
     ok(sglang_server, "/pause_generation", mode="retract")
     waiting = in_background.submit(generate, sglang_server, num_tokens=3)
     time.sleep(1.0)  # time enough to finish both, were it not paused
     assert not running.done() and not waiting.done()
     ok(sglang_server, "/continue_generation")
-    assert len(running.result(timeout=60)["output_ids"]) == 150
+    assert len(running.result(timeout=60)["output_ids"]) == 300
     assert len(waiting.result(timeout=60)["output_ids"]) == 3
 
 
@@ -220,28 +123,31 @@ def test_weights_pushed_over_a_group_arrive_bit_for_bit_and_are_served(
 ):
     serve(sglang_server, tiny_models.a, "before")
     weights = load_file(tiny_models.b / "model.safetensors")
-    running = generating(sglang_server, in_background, num_tokens=150)
+    running = generating(sglang_server, in_background, num_tokens=300)
 
     ok(sglang_server, "/pause_generation", mode="retract")
     ok(sglang_server, "/begin_weight_update")
-    assert received(sglang_server) == {}
+    assert received(sglang_server)[0] == {}
     send(sglang_server, group, in_background, weights)
-    assert received(sglang_server) == digests(weights)
+    assert received(sglang_server)[0] == digests(weights)
     ok(sglang_server, "/end_weight_update")
     ok(sglang_server, "/flush_cache")
     ok(sglang_server, "/update_weight_version", new_version="after", abort_all_requests=False)
     ok(sglang_server, "/continue_generation")
 
-    assert received(sglang_server) == digests(weights)
+    assert received(sglang_server)[0] == digests(weights)
     logprobs = prompt_logprobs(sglang_server)
     assert logprobs == pytest.approx(reference(tiny_models.b, PROMPT)["logprobs"], abs=TOLERANCE)
-    assert ok_get(sglang_server, "/model_info")["weight_version"] == "after"
+    assert (
+        sglang_server.request("GET", "/model_info", key=sglang_server.key)[1]["weight_version"]
+        == "after"
+    )
 
     # The request that lived through the push says which token came from which weights.
     meta = running.result(timeout=60)["meta_info"]
     first, second = meta["weight_versions"]
     assert (first["version"], second["version"]) == ("before", "after")
-    assert first["end"] == second["start"] and second["end"] - first["start"] == 150
+    assert first["end"] == second["start"] and second["end"] - first["start"] == 300
 
 
 def test_a_tensor_that_arrives_changed_or_not_at_all_shows_in_the_digests(
@@ -256,7 +162,7 @@ def test_a_tensor_that_arrives_changed_or_not_at_all_shows_in_the_digests(
     ok(sglang_server, "/begin_weight_update")
     send(sglang_server, group, in_background, weights)
     ok(sglang_server, "/end_weight_update")
-    reported = received(sglang_server)
+    reported = received(sglang_server)[0]
     assert expected.keys() - reported.keys() == {lost}
     assert [name for name in reported if reported[name] != expected[name]] == [changed]
 
@@ -277,7 +183,7 @@ def test_sglangs_own_checksum_agrees_between_a_push_and_the_same_weights_from_di
 
 def test_an_update_needs_a_begin_and_a_skipped_record_is_not_an_empty_one(sglang_server):
     tensors = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]]}
-    body = {**tensors, "group_name": GROUP, "load_format": "flattened_bucket"}
+    body = {**tensors, "group_name": "weights", "load_format": "flattened_bucket"}
     status, reply = sglang_server.post("/update_weights_from_distributed", body)
     assert status == 400 and "begin_weight_update" in reply["message"]
 
@@ -288,5 +194,5 @@ def test_an_update_needs_a_begin_and_a_skipped_record_is_not_an_empty_one(sglang
     assert status == 400 and "not recorded" in reply["message"]
 
     ok(sglang_server, "/begin_weight_update")  # the skip was for one update only
-    assert received(sglang_server) == {}
+    assert received(sglang_server)[0] == {}
     ok(sglang_server, "/end_weight_update")

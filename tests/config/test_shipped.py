@@ -1,0 +1,33 @@
+"""Every configuration file in the repository loads and is free of contradictions."""
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.config.validate import validate
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+WHOLE = sorted(CONFIGS.glob("*.yaml"))
+ALGOS = sorted(CONFIGS.glob("algos/*.yaml"))
+
+
+@pytest.mark.parametrize("file", WHOLE, ids=lambda p: p.name)
+def test_a_whole_configuration_is_consistent(file: Path) -> None:
+    config = load_config([file], [])
+    validate(config, world_size=None, num_gpus=0, hf_config=None, check_paths=False)
+
+
+@pytest.mark.parametrize("file", ALGOS, ids=lambda p: p.name)
+def test_an_algorithm_goes_on_top_of_any_run(file: Path) -> None:
+    run = ["run.dir=/r", "run.steps=3", "model.hf=/m", "optim.lr=1"]
+    if load_config([file], run).algo.policy.name == "sft":
+        run += ["run.mode=sft", "data.demonstrations=/d"]
+    else:
+        run += ["data.prompts=/p"]
+    config = load_config([file], run)
+    validate(config, world_size=None, num_gpus=0, hf_config=None, check_paths=False)
+
+
+def test_there_are_such_files() -> None:
+    assert WHOLE and ALGOS
