@@ -1,4 +1,6 @@
-"""The errors a user can meet. Each says which setting to change, what was found and what is accepted."""
+"""The errors a user can meet. Each says which setting to change, what was found and what is
+accepted.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ class ConfigError(MegarlError, ValueError):
 
 
 class DataError(MegarlError, ValueError):
-    """Input data (prompts, checkpoints, rollouts) is damaged, missing or not what it claims to be."""
+    """Input data (prompts, checkpoints, rollouts) is damaged, missing or not what it claims."""
 
 
 class ServerError(MegarlError, RuntimeError):
@@ -44,7 +46,9 @@ class ServerError(MegarlError, RuntimeError):
 
 
 class SyncError(MegarlError, RuntimeError):
-    """New weights did not reach a server whole. The server must not be used until a full push succeeds."""
+    """New weights did not reach a server whole. The server must not be used until a full push
+    succeeds.
+    """
 
 
 class RunError(MegarlError, RuntimeError):

@@ -1,6 +1,8 @@
-"""A step's samples -> what each rank trains: advantages, aggregation weights, optimizer steps, packed rows.
+"""A step's samples -> what each rank trains: advantages, aggregation weights, optimizer steps,
+packed rows.
 
-Everything here is computed from global data, the same on every rank, so that a loss downstream is a plain sum.
+Everything here is computed from global data, the same on every rank, so that a loss downstream is a
+plain sum.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,9 @@ from megarl.types import Mean, Metric, Sample, StepMetrics, TrainPlan
 def make_plan(
     samples: Sequence[Sample], advantages: Sequence[float], config: Config, mesh: Mesh, dp_rank: int
 ) -> TrainPlan:
-    """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept whole."""
+    """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept
+    whole.
+    """
     steps = []
     for part in split_by_group(samples, config.algo.minibatches):
         members = [samples[i] for i in part]

@@ -1,7 +1,7 @@
 """Small host messages between trainer ranks, over a gloo group: JSON and bytes, never pickles.
 
-Every function is collective over ``group`` and reached by all its ranks on every path; ``agree`` is how a failure on
-one rank becomes the same error on all of them instead of a hang.
+Every function is collective over ``group`` and reached by all its ranks on every path; ``agree`` is
+how a failure on one rank becomes the same error on all of them instead of a hang.
 """
 
 import json
@@ -63,7 +63,9 @@ def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup, what: str) -> None:
-    """Raise on every rank if any rank failed at ``what``: its own error there, a RunError naming it elsewhere."""
+    """Raise on every rank if any rank failed at ``what``: its own error there, a RunError naming it
+    elsewhere.
+    """
     failed = gather_and_share(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error

@@ -2,14 +2,15 @@
 
 One step, on every rank:
 
-1. **samples**: from the rollout servers, demonstrations or a recording (``sources.py``); the same list everywhere.
+1. **samples**: from the rollout servers, demonstrations or a recording (``sources.py``); the same
+   list everywhere.
 2. **plan**: advantages, aggregation weights and packed rows (``experience.py``).
 3. **old log-probs**, then **train**: the actor's forward and backward passes (``actor/step.py``).
 4. **after the update**: new weights to the servers, held-out evaluation (``sources.py``).
 5. **report** and, when due, **checkpoint**.
 
-``step`` counts finished training steps; weights version k is the weights after step k. Stopping is decided by all
-ranks together, at the same step.
+``step`` counts finished training steps; weights version k is the weights after step k. Stopping is
+decided by all ranks together, at the same step.
 """
 
 import logging
@@ -56,7 +57,9 @@ class Parts:
 
 
 def run(config: Config, rundir: RunDir, local_rank: int, stop: StopRequest) -> None:
-    """Train to ``run.steps``, or to the step in which a stop was asked for. Collective over all trainer ranks."""
+    """Train to ``run.steps``, or to the step in which a stop was asked for. Collective over all
+    trainer ranks.
+    """
     with ExitStack() as stack:
         parts, step = _build(config, rundir, local_rank, stop, stack)
         saved = step
@@ -166,7 +169,9 @@ def mesh_of(config: Config) -> Mesh:
 
 
 def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:
-    """Take the run directory; the step to resume from, None for a new run. Same answer on every rank."""
+    """Take the run directory; the step to resume from, None for a new run. Same answer on every
+    rank.
+    """
     error: Exception | None = None
     resume: int | None = None
     if parallel.rank == 0:
@@ -185,7 +190,8 @@ def _claim(config: Config, rundir: RunDir, stack: ExitStack) -> int | None:
     if rundir.holds_a_run():
         if not config.run.resume:
             raise RunError(
-                f"{rundir.root} already holds a run; set run.resume=true to go on with it, or another run.dir"
+                f"{rundir.root} already holds a run; set run.resume=true to go on with it, "
+                "or another run.dir"
             )
         steps = CheckpointManager.complete_steps(rundir.checkpoints)
         if not steps:

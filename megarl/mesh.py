@@ -57,12 +57,16 @@ class Mesh:
 
     @property
     def segment_multiple(self) -> int:
-        """A sequence's padded length must divide by it: context parallelism cuts it into 2 * cp chunks."""
+        """A sequence's padded length must divide by it: context parallelism cuts it into 2 * cp
+        chunks.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def row_multiple(self) -> int:
-        """A row's padded length must divide by it: sequence parallelism cuts each cp share into tp parts."""
+        """A row's padded length must divide by it: sequence parallelism cuts each cp share into tp
+        parts.
+        """
         return self.segment_multiple * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:

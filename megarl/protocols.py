@@ -1,4 +1,6 @@
-"""The seams: what siblings know of each other. ``loop.py`` is the only place where implementations meet."""
+"""The seams: what siblings know of each other. ``loop.py`` is the only place where implementations
+meet.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,9 +16,11 @@ class WeightSource(Protocol):
     """The trainer's weights under Hugging Face names."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) of this rank's pipeline stage, in a fixed order, on the stage's sender.
+        """(HF name, whole tensor) of this rank's pipeline stage, in a fixed order, on the stage's
+        sender.
 
-        Collective: all ranks of the stage iterate to the end (gathers inside); the others get nothing.
+        Collective: all ranks of the stage iterate to the end (gathers inside); the others get
+        nothing.
         """
         ...
 
@@ -29,7 +33,8 @@ class WeightSink(Protocol):
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """``op``: begin, join_group, leave_group, receive, load_path, digest, commit.
 
-        Raises ServerError when the server refuses, does not answer in time or answers success=false.
+        Raises ServerError when the server refuses, does not answer in time or answers
+        success=false.
         """
         ...
 
@@ -38,7 +43,9 @@ class Transport(Protocol):
     def connect(self, source: WeightSource, sinks: Sequence[WeightSink]) -> None: ...
 
     def push(self, version: int) -> SyncReceipt | None:
-        """Collective. The receipt on rank 0, None elsewhere. Raises SyncError; a failed push is never silent."""
+        """Collective. The receipt on rank 0, None elsewhere. Raises SyncError; a failed push is
+        never silent.
+        """
         ...
 
     def close(self) -> None: ...
@@ -48,7 +55,7 @@ class Actor(Protocol):
     """A model in training, in whatever layout. Collective: every rank calls in the same order."""
 
     def logprobs(self, plan: TrainPlan) -> StepMetrics:
-        """Fill ``old_logprobs`` of every row with the current weights' log-probs (last stage only)."""
+        """Fill every row's ``old_logprobs`` from the current weights (last stage only)."""
         ...
 
     def train(self, plan: TrainPlan) -> StepMetrics: ...

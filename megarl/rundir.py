@@ -2,12 +2,17 @@
 
 ::
 
-    config.yaml           the settings as given (loadable again)      config.resolved.json   every setting
-    run.lock              held (flock) by rank 0 while the run lives
-    logs/rank_N.log server_K.log torchrun.log                         errors/LAUNCH/rank_N.json
-    metrics.jsonl         tensorboard/   report.html
-    samples/step_N.jsonl  rollouts/step_N.npz                          checkpoints/step_N/
-    server_K.json         {"url", "pid", "host"} of a managed server  server.key             mode 0600
+    config.yaml               the settings as given, loadable again
+    config.resolved.json      every setting
+    run.lock                  held (flock) by rank 0 while the run lives
+    logs/                     rank_N.log, server_K.log, torchrun.log
+    errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
+    metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
+    samples/step_N.jsonl      samples for people
+    rollouts/step_N.npz       all samples, for train_only runs
+    checkpoints/step_N/
+    server_K.json             {"url", "pid", "host"} of a managed server
+    server.key                its key, mode 0600
 """
 
 import fcntl
@@ -25,7 +30,9 @@ from megarl.errors import RunError
 
 @dataclass(frozen=True)
 class RunDir:
-    """``launch``: one start of the run; its ranks share it, an earlier or a refused start has another."""
+    """``launch``: one start of the run; its ranks share it, an earlier or a refused start has
+    another.
+    """
 
     root: Path
     launch: str = "0"
@@ -104,7 +111,8 @@ class RunDir:
         )
 
     def lock(self) -> IO[str]:
-        """Own the directory until the returned file is closed (the system lets go if the process dies).
+        """Own the directory until the returned file is closed (the system lets go if the process
+        dies).
 
         Raises RunError naming the holder when another live process has it.
         """

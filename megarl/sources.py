@@ -1,6 +1,7 @@
 """Where a step's samples come from, and what follows an update: one class a ``run.mode``.
 
-Every rank gets the same samples in the same order. Methods are collective over all trainer ranks unless said.
+Every rank gets the same samples in the same order. Methods are collective over all trainer ranks
+unless said.
 """
 
 import math
@@ -208,7 +209,9 @@ class RolloutSource:
         return self._push(step)
 
     def evaluate(self, step: int) -> StepMetrics:
-        """Greedy answers to the held-out problems, at the start, every ``eval.every`` steps and at the end."""
+        """Greedy answers to the held-out problems, at the start, every ``eval.every`` steps and at
+        the end.
+        """
         every, last = self.config.eval.every, self.config.run.steps
         if not every or (step % every and step != last):
             return []
@@ -232,7 +235,9 @@ class RolloutSource:
         self.stream.load_state(state)
 
     def close(self) -> None:
-        """Ends what this rank started. Not collective: after a failure nobody may be left to wait for."""
+        """Ends what this rank started. Not collective: after a failure nobody may be left to wait
+        for.
+        """
         self.transport.close()
         if self.collector is not None:
             self.collector.close()
@@ -263,7 +268,9 @@ class RolloutSource:
         return fleet
 
     def _died(self, stop: StopRequest, death: ServerDeath) -> None:
-        """Called from the fleet's watcher: nothing more can be sampled, and a collective may be waiting."""
+        """Called from the fleet's watcher: nothing more can be sampled, and a collective may be
+        waiting.
+        """
         self.rundir.record_error(self.parallel.rank, stop.where, ServerError(str(death)))
         stop.fail(1, delay_s=3.0)
 
@@ -329,7 +336,9 @@ def _collect_settings(config: Config) -> CollectSettings:
 
 
 def _backend(config: Config) -> str:
-    """NCCL needs a device per member: only where a server of ours could have one beside the trainer's."""
+    """NCCL needs a device per member: only where a server of ours could have one beside the
+    trainer's.
+    """
     if config.sync.backend != "auto":
         return config.sync.backend
     spare = torch.cuda.device_count() > config.parallel.tp * config.parallel.cp * config.parallel.dp

@@ -1,9 +1,10 @@
 """Ending a rank on request, also while it waits inside a collective.
 
-Python runs signal handlers only between bytecodes of the main thread, which may sit in a C++ wait for minutes. The C
-level handler writes the signal's number to a pipe at once; a thread reads it there. The loop asks ``requested`` at
-every step, finishes it, saves and ends. What has not ended ``grace_s`` later, or at a second signal, is ended here:
-first what must not outlive the rank (``on_end``), then the process.
+Python runs signal handlers only between bytecodes of the main thread, which may sit in a C++ wait
+for minutes. The C level handler writes the signal's number to a pipe at once; a thread reads it
+there. The loop asks ``requested`` at every step, finishes it, saves and ends. What has not ended
+``grace_s`` later, or at a second signal, is ended here: first what must not outlive the rank
+(``on_end``), then the process.
 """
 
 import logging
@@ -18,7 +19,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """One a process; made in the main thread. ``where`` is what the rank is doing, for error messages."""
+    """One a process; made in the main thread. ``where`` is what the rank is doing, for error
+    messages.
+    """
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
@@ -41,7 +44,9 @@ class StopRequest:
         self._on_end.append(action)
 
     def fail(self, code: int, delay_s: float) -> None:
-        """End the process in ``delay_s`` unless it has ended itself: something it depends on is gone."""
+        """End the process in ``delay_s`` unless it has ended itself: something it depends on is
+        gone.
+        """
         timer = threading.Timer(delay_s, self._end, args=(code,))
         timer.daemon = True
         timer.start()

@@ -1,7 +1,9 @@
-"""What torchrun starts: ``torchrun -m megarl.train CONFIG... [key=value ...]``, one process a trainer rank.
+"""What torchrun starts: ``torchrun -m megarl.train CONFIG... [key=value ...]``, one process a
+trainer rank.
 
-Checks the whole configuration before anything is started, joins the job, and hands over to ``loop.run``. An error
-becomes ``errors/rank_N.json`` in the run directory (``megarl first-error RUN`` reads them) and a non-zero exit.
+Checks the whole configuration before anything is started, joins the job, and hands over to
+``loop.run``. An error becomes ``errors/rank_N.json`` in the run directory (``megarl first-error
+RUN`` reads them) and a non-zero exit.
 """
 
 import datetime
@@ -47,7 +49,9 @@ class Job:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 done, 2 wrong configuration, 1 any other error, 128 + signal when stopped before the end."""
+    """The exit code: 0 done, 2 wrong configuration, 1 any other error, 128 + signal when stopped
+    before the end.
+    """
     job = Job.from_environment()
     try:
         config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
@@ -109,7 +113,9 @@ def _log_to(rundir: RunDir, rank: int) -> None:
 
 
 def _leave(stop: StopRequest, code: int) -> None:
-    """End now: after an error other ranks may be gone, and tidy endings (NCCL, gloo) would wait for them."""
+    """End now: after an error other ranks may be gone, and tidy endings (NCCL, gloo) would wait for
+    them.
+    """
     stop.close()
     logging.shutdown()
     sys.stdout.flush()

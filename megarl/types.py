@@ -1,18 +1,18 @@
 """The vocabulary: every dataclass that crosses a package.
 
-Sizes: N samples in a step, G samples per prompt, L tokens of one sample (prompt + response), Lp prompt
-tokens, Lc = L - Lp response tokens, T tokens of a packed row (after padding), S segments in it, V vocabulary,
-M MoE layers, K routed experts a token.
+Sizes: N samples in a step, G samples per prompt, L tokens of one sample (prompt + response), Lp
+prompt tokens, Lc = L - Lp response tokens, T tokens of a packed row (after padding), S segments in
+it, V vocabulary, M MoE layers, K routed experts a token.
 
 One sample's life, with real numbers (prompt ``3 + 5 - 2 = <think>``, ids 9 16 11 17 8 20 2; Lp=7)::
 
     Prompt(id="p12", token_ids=(9, 16, 11, 17, 8, 20, 2), payload={"answer": "6"})
-      -> Completion(token_ids=[14, 17, 8, 3, 12, 1], logprobs=[-.1, ...], finish="stop", ...)        Lc=6
-      -> Sample(tokens=[9 ... 2 14 17 8 3 12 1], mask=[F]*7 + [T]*6, rewards=[1.0], correct=True)    L=13
-      -> one segment of a PackedBatch. Entry t of a row is about targets[t] = tokens[t + 1] ("target-aligned"):
-         tokens  9 16 11 17  8 20  2 14 17  8  3 12  1
-         targets 16 11 17 8 20  2 14 17  8  3 12  1  0
-         mask     F  F  F F  F  F  T  T  T  T  T  T  F      the last position of a segment is never trained
+      -> Completion(token_ids=[14, 17, 8, 3, 12, 1], logprobs=[-.1, ...], finish="stop")    Lc=6
+      -> Sample(tokens=[9 ... 2 14 17 8 3 12 1], mask=[F]*7 + [T]*6, rewards=[1.0])         L=13
+      -> one segment of a PackedBatch, target-aligned: entry t is about targets[t] = tokens[t + 1]
+         tokens   9 16 11 17  8 20  2 14 17  8  3 12  1
+         targets 16 11 17  8 20  2 14 17  8  3 12  1  0
+         mask     F  F  F  F  F  F  T  T  T  T  T  T  F     the last position is never trained
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,9 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked. ``payload`` is private to the task (answer, metadata) and never reaches a server."""
+    """What is asked. ``payload`` is private to the task (answer, metadata) and never reaches a
+    server.
+    """
 
     id: str
     token_ids: tuple[int, ...]
@@ -46,7 +48,9 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response as the server returned it; ``logprobs[t]`` is of ``token_ids[t]``, natural log, fp32."""
+    """One response as the server returned it; ``logprobs[t]`` is of ``token_ids[t]``, natural log,
+    fp32.
+    """
 
     request_id: str
     token_ids: NDArray[np.int32]  # [Lc]
@@ -83,11 +87,13 @@ class Sample:
 
 @dataclass
 class PackedBatch:
-    """One row of packed sequences: a microbatch of one data-parallel rank. Target-aligned (module docstring).
+    """One row of packed sequences: a microbatch of one data-parallel rank. Target-aligned (module
+    docstring).
 
-    Segments lie one after another; each is padded to a multiple the layout needs, and padding at the end of the
-    row is a segment of its own without a true token. Padding has ``valid`` and ``mask`` False and weight 0.
-    ``weight`` carries the whole normalisation from *global* counts: a loss is ``(per_token * weight).sum()``.
+    Segments lie one after another; each is padded to a multiple the layout needs, and padding at
+    the end of the row is a segment of its own without a true token. Padding has ``valid`` and
+    ``mask`` False and weight 0. ``weight`` carries the whole normalisation from *global* counts: a
+    loss is ``(per_token * weight).sum()``.
     """
 
     tokens: torch.Tensor  # i64 [T]
@@ -110,7 +116,8 @@ class PackedBatch:
 class TrainPlan:
     """What one data-parallel rank trains: ``steps[optimizer step][microbatch]``.
 
-    Every rank has the same number of microbatches in each step; a rank without data gets empty rows."""
+    Every rank has the same number of microbatches in each step; a rank without data gets empty
+    rows."""
 
     steps: list[list[PackedBatch]]
 
@@ -128,12 +135,13 @@ class LossInputs:
     mask: torch.Tensor  # bool [T]
 
 
-# ---- metrics: a value that knows how to reduce ------------------------------------------------------------------
+# ---- metrics: a value that knows how to reduce
+# ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mean:
-    """``total / count`` after summing both over every rank and microbatch: never a mean of means."""
+    """``total / count``, both summed over ranks and microbatches: never a mean of means."""
 
     total: float
     count: float
@@ -168,7 +176,7 @@ class Metric:
 StepMetrics = list[Metric]
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights ----
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class SyncReceipt:
-    """Proof of one weight push: what the trainer sent and every server confirmed before it sampled again."""
+    """Proof of one weight push: what the trainer sent and every server confirmed before it sampled
+    again.
+    """
 
     version: int
     tensors: int

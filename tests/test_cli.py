@@ -241,10 +241,12 @@ def test_first_error_prints_the_cause_and_fails_like_the_run(megarl: Megarl, run
     assert megarl("first-error", run.root) == (0, "", "")
     for rank, kind, when in ((0, "BrokenPipeError", 10.0), (1, "ValueError", 11.0)):
         value = {"time": when, "rank": rank, "host": "n1", "where": "train", "error": kind}
-        write_json(run.errors / f"rank_{rank}.json", {**value, "message": "m", "traceback": ""})
-    code, out, _ = megarl("first-error", run.root)
-    assert code == 1 and out.startswith("rank 1 on n1 failed first in train:\nValueError: m\n")
-    assert megarl("first-error", run.root, "--since", 12) == (0, "", "")
+        launch = RunDir(run.root, "monday")
+        write_json(launch.errors / f"rank_{rank}.json", {**value, "message": "m", "traceback": ""})
+    for options in ([], ["--launch", "monday"]):
+        code, out, _ = megarl("first-error", run.root, *options)
+        assert code == 1 and out.startswith("rank 1 on n1 failed first in train:\nValueError: m\n")
+    assert megarl("first-error", run.root, "--launch", "tuesday") == (0, "", "")  # no error of it
 
 
 # --- machine and server ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Turn a Megatron checkpoint (of a run, or of convert_hf_to_megatron.py) into a Hugging Face folder::
+"""Turn a Megatron checkpoint (of a run, or of convert_hf_to_megatron.py) into a Hugging Face
+folder::
 
 python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
 """

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""The main job in small: convert, warm up, train with RL, export, and measure with transformers alone.
+"""The main job in small: convert, warm up, train with RL, export, and measure with transformers
+alone.
 
-``make demo`` calls it; ``key=value`` arguments are settings of the RL run (``run.seed`` and ``parallel.*`` apply to
-the warm-up as well). Every step is a command that is printed before it runs; preparation that is already there for
-the same settings is kept, an earlier RL run is moved aside.
+``make demo`` calls it; ``key=value`` arguments are settings of the RL run (``run.seed`` and
+``parallel.*`` apply to the warm-up as well). Every step is a command that is printed before it
+runs; preparation that is already there for the same settings is kept, an earlier RL run is moved
+aside.
 """
 
 import argparse
@@ -21,10 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = Path("runs/demo")
 NEEDED_RISE = 0.25
 WHAT_RL_LEARNED = """\
-What RL learned here: the warm-up taught two habits, a careless answer at once (every minus read as plus, mostly
-wrong) and working the sum out first (mostly right), and left the model careless. Made to work the sum out, the
-warmed-up model already answers {forced:.1%} of these problems. RL found out which habit pays and made it the rule;
-it taught no new arithmetic. What the same time of further warm-up brings instead: docs/demo.md."""
+What RL learned here: the warm-up taught two habits, a careless answer at once (every minus read as
+plus, mostly wrong) and working the sum out first (mostly right), and left the model careless. Made
+to work the sum out, the warmed-up model already answers {forced:.1%} of these problems. RL found
+out which habit pays and made it the rule; it taught no new arithmetic. What the same time of
+further warm-up brings instead: docs/demo.md."""
 
 
 def main() -> int:
@@ -186,7 +189,8 @@ def resolved(overrides: list[str]) -> dict[str, Any]:
 
 
 def measure(python: str, model: str, out: str) -> list[str]:
-    return f"{python} tools/eval_hf.py {DEMO}/{model} {DEMO}/data/heldout.jsonl --json {DEMO}/{out}".split()
+    heldout = f"{DEMO}/data/heldout.jsonl"
+    return [python, "tools/eval_hf.py", f"{DEMO}/{model}", heldout, "--json", f"{DEMO}/{out}"]
 
 
 def accuracy(name: str) -> float:

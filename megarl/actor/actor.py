@@ -1,4 +1,6 @@
-"""The actor: a Megatron model in training, in any layout. What it does is in ``step.py``; this file owns the parts."""
+"""The actor: a Megatron model in training, in any layout. What it does is in ``step.py``; this file
+owns the parts.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ class MegatronActor:
 
     spec: ModelSpec
     parallel: Parallel
-    model: torch.nn.Module
+    model: Any  # DistributedDataParallel
     optimizer: Any
     schedule: Any
     objective: Objective
@@ -34,7 +36,9 @@ class MegatronActor:
     recompute_old: bool
 
     def logprobs(self, plan: TrainPlan) -> StepMetrics:
-        """Fill ``old_logprobs`` where the objective wants them recomputed; compare with the rollout's."""
+        """Fill ``old_logprobs`` where the objective wants them recomputed; compare with the
+        rollout's.
+        """
         if not self.recompute_old:
             return []
         metrics: StepMetrics = []
@@ -55,7 +59,9 @@ class MegatronActor:
         return metrics
 
     def forward_backward(self, rows: list[PackedBatch]) -> StepMetrics:
-        """Gradients of the plain weighted sum over all ranks and rows (``step.py``), reduced and ready."""
+        """Gradients of the plain weighted sum over all ranks and rows (``step.py``), reduced and
+        ready.
+        """
         self.model.train()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -111,8 +117,8 @@ class MegatronActor:
 def build_actor(
     config: Config, spec: ModelSpec, parallel: Parallel, optimizer_steps: int
 ) -> MegatronActor:
-    """Model, optimizer and schedule for ``config``. Initial weights are those of ``model.hf`` unless a checkpoint
-    is loaded afterwards (``actor/state.py``). Collective."""
+    """Model, optimizer and schedule for ``config``. Initial weights are those of ``model.hf``
+    unless a checkpoint is loaded afterwards (``actor/state.py``). Collective."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.precision.dtype]
     core = build_model(spec, parallel, dtype)
     if config.model.load is None:

@@ -9,7 +9,9 @@ from megarl.models.spec import ModelSpec
 
 
 def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """Every field that decides what is computed is set here, from ``spec`` or for a reason given here."""
+    """Every field that decides what is computed is set here, from ``spec`` or for a reason given
+    here.
+    """
     return TransformerConfig(
         # architecture
         num_layers=spec.layers,
@@ -33,7 +35,7 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Trans
         moe_router_topk=spec.topk or 2,
         moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over the chosen = renormalised
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # an auxiliary loss depends on how the batch is split
+        moe_router_load_balancing_type="none",  # an auxiliary loss depends on the split
         moe_token_dispatcher_type="alltoall",
         # layout
         tensor_model_parallel_size=mesh.tp,

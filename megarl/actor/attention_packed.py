@@ -1,12 +1,14 @@
 """Core attention of packed rows without Transformer Engine: torch SDPA, on CPU and CUDA.
 
-A row holds segments one after another; attention never crosses a boundary. Segments of equal length share one SDPA
-call. Under context parallelism a rank holds, of every segment cut into 2 * cp chunks, chunks r and 2 * cp - 1 - r:
-keys and values are gathered over the group and put back in order, and its own queries see what lies before them.
+A row holds segments one after another; attention never crosses a boundary. Segments of equal length
+share one SDPA call. Under context parallelism a rank holds, of every segment cut into 2 * cp
+chunks, chunks r and 2 * cp - 1 - r: keys and values are gathered over the group and put back in
+order, and its own queries see what lies before them.
 """
 
 import functools
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from megatron.core.transformer.module import MegatronModule
 
 
 def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
-    """``cu_seqlens`` i32 [S + 1]: padded bounds. Padding sits at a segment's end, where causality hides it."""
+    """``cu_seqlens`` i32 [S + 1]: padded bounds. Padding sits at a segment's end, where causality
+    hides it.
+    """
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     return PackedSeqParams(
         qkv_format="thd",
@@ -31,11 +35,11 @@ def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
 
 
 def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
-    """Row positions that context-parallel ``rank`` holds, i64 [T / cp], in the order it holds them."""
+    """Row positions that context-parallel ``rank`` holds, i64 [T / cp], in its order."""
     if cp == 1:
         return torch.arange(bounds[-1])
     parts = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         chunk = (end - start) // (2 * cp)
         assert chunk * 2 * cp == end - start, (
             f"segment of {end - start} tokens is not cut by 2 * cp = {2 * cp}"
@@ -49,14 +53,14 @@ def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
 def _groups(
     bounds: tuple[int, ...], cp: int, rank: int, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """For every distinct segment length: (queries [n, l/cp] into the local row, keys [n, l] into the gathered row,
-    mask [l/cp, l] or None where plain causality serves)."""
+    """For every distinct segment length: (queries [n, l/cp] into the local row, keys [n, l] into
+    the gathered row, mask [l/cp, l] or None where plain causality serves)."""
     width = bounds[-1] // cp
     where = torch.empty(bounds[-1], dtype=torch.long)  # row position -> index in the gathered row
     for r in range(cp):
         where[local_index(bounds, cp, r)] = torch.arange(r * width, (r + 1) * width)
     starts: dict[int, list[int]] = {}
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         if end > start:
             starts.setdefault(end - start, []).append(start)
     groups = []
@@ -72,7 +76,9 @@ def _groups(
 
 
 class PackedAttention(MegatronModule):
-    """Causal grouped-query attention over packed rows (thd): query [T/cp, heads, d] -> [T/cp, heads * d]."""
+    """Causal grouped-query attention over packed rows (thd): query [T/cp, heads, d] -> [T/cp, heads
+    * d].
+    """
 
     def __init__(
         self,
@@ -133,8 +139,9 @@ class PackedAttention(MegatronModule):
 class PackedRotaryEmbedding(RotaryEmbedding):
     """Angles for a whole packed row at once, restarting at 0 in every segment.
 
-    Upstream applies rotary embeddings segment by segment in Python unless the angles cover exactly the row; then it
-    slices them at the segments' bounds. Covering the row makes it one operation, with the same angles.
+    Upstream applies rotary embeddings segment by segment in Python unless the angles cover exactly
+    the row; then it slices them at the segments' bounds. Covering the row makes it one operation,
+    with the same angles.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +157,8 @@ class PackedRotaryEmbedding(RotaryEmbedding):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm; its gradient is summed over the tensor-parallel ranks when they split the sequence.
+    """torch's RMSNorm; its gradient is summed over the tensor-parallel ranks when they split the
+    sequence.
 
     Upstream's wrapper refuses sequence parallelism."""
 

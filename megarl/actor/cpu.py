@@ -1,18 +1,20 @@
-"""The unmodified megatron-core 0.19.2 on CPU and gloo. The only place that knows what upstream assumes of CUDA.
+"""The unmodified megatron-core 0.19.2 on CPU and gloo. The only place that knows what upstream
+assumes of CUDA.
 
-``install()`` comes before the first import of megatron (``actor/__init__.py`` calls it) and does nothing where CUDA
-is present, so one program serves both. What it changes, and why:
+``install()`` comes before the first import of megatron (``actor/__init__.py`` calls it) and does
+nothing where CUDA is present, so one program serves both. What it changes, and why:
 
-1. ``torch.cuda`` calls that need a device (streams, events, current device, RNG state) become their meaning on CPU,
-   where everything is synchronous and there is one RNG.
+1. ``torch.cuda`` calls that need a device (streams, events, current device, RNG state) become their
+   meaning on CPU, where everything is synchronous and there is one RNG.
 2. ``device="cuda"`` hard-coded in upstream (schedules, token dispatcher) goes to the CPU.
-3. Two collectives that gloo lacks, uneven all-gather and reduce-scatter (experts with tensor parallelism), are built
-   on all-to-all.
-4. Two faults of the distributed optimizer with torch's AdamW, which upstream uses where neither TE nor apex is
-   installed: loading a checkpoint raises KeyError 'step', and all parameters share one step counter.
+3. Two collectives that gloo lacks, uneven all-gather and reduce-scatter (experts with tensor
+   parallelism), are built on all-to-all.
+4. Two faults of the distributed optimizer with torch's AdamW, which upstream uses where neither TE
+   nor apex is installed: loading a checkpoint raises KeyError 'step', and all parameters share one
+   step counter.
 
-The patches are global to the process. It must not also build transformers models: their initialisation goes
-through the patched factories.
+The patches are global to the process. It must not also build transformers models: their
+initialisation goes through the patched factories.
 """
 
 import functools
@@ -34,7 +36,7 @@ def install() -> bool:
     global _installed
     if not hasattr(typing, "override"):  # Python 3.11 lacks it, upstream imports it
         typing_extensions = importlib.import_module("typing_extensions")
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+        typing.override = typing_extensions.override
     if torch.cuda.is_available():
         return False
     if _installed:
@@ -52,7 +54,9 @@ def install() -> bool:
 
 
 class _Stream:
-    """Work on CPU is done when the call returns: a stream has nothing to order and nothing to wait for."""
+    """Work on CPU is done when the call returns: a stream has nothing to order and nothing to wait
+    for.
+    """
 
     cuda_stream = 0
     device = _CPU
@@ -70,8 +74,7 @@ class _Stream:
     def __enter__(self) -> "_Stream":
         return self
 
-    def __exit__(self, *exc: Any) -> bool:
-        return False
+    def __exit__(self, *exc: Any) -> None: ...
 
 
 class _Event:
@@ -137,7 +140,21 @@ def _patch_factories() -> None:
 
         return wrapped
 
-    for name in ["zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "as_tensor"]:
+    for name in [
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "tensor",
+        "arange",
+        "rand",
+        "randn",
+        "randint",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "as_tensor",
+    ]:
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
     to, kind = torch.Tensor.to, torch.Tensor.type

@@ -1,7 +1,8 @@
 """The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
 
-One rank a stage, the sender, ends up with each tensor whole; no rank ever holds more than one bucket and, while it
-is gathered, one parameter of all expert ranks. Ranks outside the sender's groups take no part.
+One rank a stage, the sender, ends up with each tensor whole; no rank ever holds more than one
+bucket and, while it is gathered, one parameter of all expert ranks. Ranks outside the sender's
+groups take no part.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from megarl.models.spec import ModelSpec
 
 
 class MegatronWeights:
-    """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the parameters' dtype."""
+    """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the
+    parameters' dtype.
+    """
 
     def __init__(self, model: torch.nn.Module, spec: ModelSpec, parallel: Parallel) -> None:
         self.model, self.parallel = model, parallel
@@ -26,13 +29,17 @@ class MegatronWeights:
         self.sender = parallel.mesh.sender(parallel.at.pp)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's groups."""
+        """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's
+        groups.
+        """
         for name, parameter in global_parameters(self.model, self.parallel):
             for full_name, shards in self._gather(name, parameter.detach()):
                 yield from self.mapping.to_hf(full_name, shards)
 
     def _gather(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """(global name, shards in tp or etp order). For an expert, one entry for each expert-parallel rank."""
+        """(global name, shards in tp or etp order). For an expert, one entry for each expert-
+        parallel rank.
+        """
         expert = self.mapping.is_expert(name)
         group = self.parallel.experts if expert else self.parallel.tp
         ranks = dist.get_process_group_ranks(group)

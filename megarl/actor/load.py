@@ -13,9 +13,11 @@ from megarl.models.spec import ModelSpec
 def load_hf_weights(
     model: torch.nn.Module, checkpoint: HfCheckpoint, spec: ModelSpec, parallel: Parallel
 ) -> None:
-    """Fill every parameter from ``checkpoint``; each rank reads only the tensors it holds a part of.
+    """Fill every parameter from ``checkpoint``; each rank reads only the tensors it holds a part
+    of.
 
-    Raises DataError when a tensor is missing, unknown, or of another shape than config.json implies.
+    Raises DataError when a tensor is missing, unknown, or of another shape than config.json
+    implies.
     """
     mapping = mapping_for(spec, padded_vocab(spec))
     check_complete(checkpoint, spec)
@@ -29,7 +31,9 @@ def load_hf_weights(
 
 
 def tp_place(name: str, mapping: ModelMapping, parallel: Parallel) -> tuple[int, int]:
-    """(rank, size) of the axis that splits this parameter's matrices: etp for experts, tp for the rest."""
+    """(rank, size) of the axis that splits this parameter's matrices: etp for experts, tp for the
+    rest.
+    """
     if mapping.is_expert(name):
         return parallel.at.etp, parallel.mesh.etp
     return parallel.at.tp, parallel.mesh.tp

@@ -1,13 +1,14 @@
 """Log-prob and entropy of the sampled tokens from vocabulary-parallel logits.
 
-With z the logits over temperature, p = softmax(z) over the true vocabulary (padding columns have p = 0)::
+With z the logits over temperature, p = softmax(z) over the true vocabulary (padding columns have p
+= 0)::
 
     lp_t = z_y - lse(z)          H_t = lse(z) - sum_v p_v z_v
     d(g lp + h H)/dz_v = (1/temperature) [ g (1[v = y] - p_v) - h p_v (log p_v + H) ]
 
-Every tensor-parallel rank holds V/tp columns. Forward: one max and one sum all-reduce of 3 numbers a token;
-backward: none, each rank computes its own columns. Everything in fp32 whatever the logits' dtype.
-Source: objectives as in docs/objectives.md ("Entropy, log-prob backward").
+Every tensor-parallel rank holds V/tp columns. Forward: one max and one sum all-reduce of 3 numbers
+a token; backward: none, each rank computes its own columns. Everything in fp32 whatever the logits'
+dtype. Source: objectives as in docs/objectives.md ("Entropy, log-prob backward").
 """
 
 from typing import Any
@@ -70,7 +71,8 @@ def logprob_and_entropy(
     temperature: float,
     group: dist.ProcessGroup,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs f32 [T], entropy f32 [T], nats) of ``targets_T`` i64 [T] under ``logits_TV`` [T, V/tp].
+    """(log-probs f32 [T], entropy f32 [T], nats) of ``targets_T`` i64 [T] under ``logits_TV`` [T,
+    V/tp].
 
     Collective over ``group`` (the tensor-parallel group); differentiable in the logits.
     """

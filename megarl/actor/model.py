@@ -25,12 +25,16 @@ VOCAB_MULTIPLE = (
 
 
 def padded_vocab(spec: ModelSpec) -> int:
-    """Rows of Megarl's embedding; those beyond ``spec.vocab`` are never part of a softmax (``logprobs.py``)."""
+    """Rows of Megarl's embedding; those beyond ``spec.vocab`` are never part of a softmax
+    (``logprobs.py``).
+    """
     return padded_vocab_size(spec.vocab, VOCAB_MULTIPLE)
 
 
 def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, weights uninitialised. Local layer spec with our attention (no TE)."""
+    """This rank's part of the model, weights uninitialised. Local layer spec with our attention (no
+    TE).
+    """
     config = transformer_config(spec, parallel.mesh, dtype)
     first = get_transformer_layer_offset(config, vp_stage=None, pp_rank=parallel.at.pp)
     mine = spec.moe_layers[first : first + get_num_layers_to_build(config)]
@@ -82,8 +86,8 @@ def _layer_spec(config: Any, moe: bool) -> Any:
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # Checkpoint keys as Transformer Engine's spec has them, so that CPU and GPU runs read each other's files: the
-    # local spec would file an MoE layer's second norm under mlp.linear_fc1.
+    # Checkpoint keys as Transformer Engine's spec has them, so that CPU and GPU runs read each
+    # other's files: the local spec would file an MoE layer's second norm under mlp.linear_fc1.
     layer.sharded_state_dict_keys_map = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
     }

@@ -1,7 +1,10 @@
-"""Global names of local parameters: what this rank calls layer 0 or expert 0 may be the model's layer 24, expert 64."""
+"""Global names of local parameters: what this rank calls layer 0 or expert 0 may be the model's
+layer 24, expert 64.
+"""
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -15,9 +18,11 @@ _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weigh
 def global_parameters(
     model: torch.nn.Module, parallel: Parallel
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name as in a model on one rank, local parameter), in a fixed order; ``model`` may be wrapped."""
+    """(name as in a model on one rank, local parameter), in a fixed order; ``model`` may be
+    wrapped.
+    """
     core = unwrap(model)
-    config = core.config
+    config: Any = core.config
     layer_offset = get_transformer_layer_offset(config, vp_stage=None, pp_rank=parallel.at.pp)
     expert_offset = parallel.at.ep * ((config.num_moe_experts or 0) // parallel.mesh.ep)
     for name, parameter in core.named_parameters():
@@ -30,7 +35,7 @@ def shift_expert(name: str, offset: int) -> str:
     return _EXPERT.sub(lambda m: str(int(m[0]) + offset), name)
 
 
-def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+def unwrap(model: Any) -> Any:
     """The GPTModel inside DDP and Float16Module."""
     while hasattr(model, "module"):
         model = model.module

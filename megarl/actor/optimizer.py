@@ -34,7 +34,9 @@ def build_optimizer(
 def build_schedule(
     settings: OptimSection, optimizer: Any, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Warm-up from 0, constant, and a linear fall over the last ``decay_fraction`` of ``total_steps``."""
+    """Warm-up from 0, constant, and a linear fall over the last ``decay_fraction`` of
+    ``total_steps``.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -49,7 +51,8 @@ def build_schedule(
         end_wd=settings.weight_decay,
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
-        # a checkpoint brings the position; the shape is this run's configuration, whose steps may be more now
+        # a checkpoint brings the position; the shape is this run's configuration, whose steps may
+        # be more now
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

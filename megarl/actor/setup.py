@@ -1,7 +1,8 @@
-"""Process groups of the trainer: torch.distributed and Megatron's parallel state, from a ``Mesh``."""
+"""Process groups of the trainer, torch.distributed's and Megatron's, from a ``Mesh``."""
 
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from megarl.mesh import Coordinates, Mesh
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place and groups. ``host`` carries CPU tensors between all trainer ranks (gloo)."""
+    """This rank's place and groups. ``host``: gloo, all trainer ranks, for host messages."""
 
     mesh: Mesh
     rank: int
@@ -27,7 +28,7 @@ class Parallel:
     experts: (
         dist.ProcessGroup
     )  # all etp * ep shards of one replica of a stage's experts, etp fastest
-    host: dist.ProcessGroup
+    host: Any
 
     @property
     def first_stage(self) -> bool:
@@ -39,14 +40,15 @@ class Parallel:
 
     @property
     def speaks_for_tokens(self) -> bool:
-        """One rank of those that hold the same per-token results, so that sums count a token once."""
+        """One of the ranks with the same per-token results: sums count a token once."""
         return self.last_stage and self.at.tp == 0
 
 
 def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: float) -> Parallel:
     """Build every group of the layout. Collective over the mesh.
 
-    A default process group must exist unless the mesh is one rank; ``local_rank`` chooses the CUDA device.
+    A default process group must exist unless the mesh is one rank; ``local_rank`` chooses the CUDA
+    device.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     cuda = torch.cuda.is_available()
@@ -55,7 +57,11 @@ def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: floa
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            backend,
+            store=torch._C._distributed_c10d.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
         )
     assert dist.get_world_size() == mesh.world_size, (dist.get_world_size(), mesh)
     parallel_state.initialize_model_parallel(

@@ -1,7 +1,8 @@
-"""The actor's state in Megatron's distributed checkpoint format (torch_dist), readable in any layout.
+"""The actor's state in Megatron's distributed checkpoint format (torch_dist), readable in any
+layout.
 
-``fully_reshardable`` optimizer state: a checkpoint of one layout loads into another. Model weights alone
-(``optimizer=False``) are what the converters write and what ``model.load`` reads.
+``fully_reshardable`` optimizer state: a checkpoint of one layout loads into another. Model weights
+alone (``optimizer=False``) are what the converters write and what ``model.load`` reads.
 """
 
 import copy
@@ -60,7 +61,8 @@ def _metadata(parallel: Parallel) -> dict[str, Any]:
         "dp_cp_group": parallel.dp_cp,
         "singleton_local_shards": False,
         "non_homogeneous_layers": True,
-        "chained_optim_avoid_prefix": True,  # one key per tensor whether or not experts have their own optimizer
+        # one key per tensor whether or not the experts have an optimizer of their own
+        "chained_optim_avoid_prefix": True,
         "distrib_optim_sharding_type": "fully_reshardable",
     }
 
@@ -92,8 +94,8 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
 
 
 def _create_moments(optimizer: Any) -> None:
-    """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading expects them, but
-    creates them itself only for the fused optimizers of TE and apex."""
+    """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading
+    expects them, but creates them itself only for the fused optimizers of TE and apex."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
@@ -109,10 +111,11 @@ def _create_moments(optimizer: Any) -> None:
 
 
 def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """Parameter groups from a layout with one optimizer into one with two (experts apart), and back.
+    """Parameter groups from a layout with one optimizer into one with two (experts apart), and
+    back.
 
-    With ep > 1 Megatron keeps a second optimizer for the experts. Tensors have the same keys either way; the groups'
-    settings do not, and upstream leaves moving them to the caller.
+    With ep > 1 Megatron keeps a second optimizer for the experts. Tensors have the same keys either
+    way; the groups' settings do not, and upstream leaves moving them to the caller.
     """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     count = len(chained)

@@ -2,10 +2,11 @@
 
 Loss scale
 ----------
-``objective`` returns S, this rank's share of the loss; the wanted gradient is that of the plain sum of S over
-microbatches, data- and context-parallel ranks. Megatron (``calculate_per_token_loss=False``, a loss function that
-returns three values) divides each microbatch's loss by ``max(num_tokens, 1)`` and by the number of microbatches M,
-and its DDP averages gradients over the dp * cp ranks. Returning ``(S * M * dp * cp, 1)`` cancels all three::
+``objective`` returns S, this rank's share of the loss; the wanted gradient is that of the plain sum
+of S over microbatches, data- and context-parallel ranks. Megatron
+(``calculate_per_token_loss=False``, a loss function that returns three values) divides each
+microbatch's loss by ``max(num_tokens, 1)`` and by the number of microbatches M, and its DDP
+averages gradients over the dp * cp ranks. Returning ``(S * M * dp * cp, 1)`` cancels all three::
 
     sum_ranks 1/(dp cp) sum_mb (S M dp cp) / 1 / M  =  sum_ranks sum_mb S
 """
@@ -39,8 +40,9 @@ def run_schedule(
     vocab_size: int,
     finish: OnLogits,
 ) -> list[Any]:
-    """Run every row through the pipeline; ``finish(row, index, logprobs, entropy) -> (loss, result)`` on the last
-    stage. Returns the results in row order there, an empty list elsewhere. Collective over the whole mesh."""
+    """Run every row through the pipeline; ``finish(row, index, logprobs, entropy) -> (loss,
+    result)`` on the last stage. Returns the results in row order there, an empty list elsewhere.
+    Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
 
     def forward_step(

@@ -1,1 +1,3 @@
-"""Objectives: advantages, ratios, policy losses. Tensors only; knows nothing of Megatron or of servers."""
+"""Objectives: advantages, ratios, policy losses. Tensors only; knows nothing of Megatron or of
+servers.
+"""

@@ -6,8 +6,8 @@ R_i reward of sample i, mu and sigma (ddof 1) of its group of K finite rewards::
     dr_grpo    R_i - mu                          arXiv 2503.20783
     rloo      (R_i - mu) K / (K - 1)             arXiv 2402.14740
 
-A group whose rewards are all equal, and a group of one, has advantage 0 exactly. A non-finite reward takes its
-sample out of the group's statistics and has advantage 0.
+A group whose rewards are all equal, and a group of one, has advantage 0 exactly. A non-finite
+reward takes its sample out of the group's statistics and has advantage 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,17 @@ EPS = 1e-6
 
 
 def _grpo(rewards: Floats) -> Floats:
-    return (rewards - rewards.mean()) / (rewards.std(ddof=1) + EPS)
+    scale: float = rewards.std(ddof=1) + EPS
+    return _dr_grpo(rewards) / scale
 
 
 def _dr_grpo(rewards: Floats) -> Floats:
-    return rewards - rewards.mean()
+    mean: float = rewards.mean()
+    return rewards - mean
 
 
 def _rloo(rewards: Floats) -> Floats:
-    return (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+    return _dr_grpo(rewards) * (len(rewards) / (len(rewards) - 1))
 
 
 ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
@@ -39,7 +41,9 @@ ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
 
 
 def group_advantages(estimator: str, rewards: Sequence[float], groups: Sequence[int]) -> Floats:
-    """f64 [N]: one advantage a sample. ``groups``: any labels, groups may be ragged and interleaved."""
+    """f64 [N]: one advantage a sample. ``groups``: any labels, groups may be ragged and
+    interleaved.
+    """
     values, labels = np.asarray(rewards, np.float64), np.asarray(groups)
     out = np.zeros(len(values))
     for label in np.unique(labels):

@@ -6,8 +6,8 @@ n_i trained tokens of sample i, N samples with n_i > 0::
     seq_mean_token_mean   w = 1 / (N n_i)
     seq_mean_token_sum    w = 1 / N
 
-The counts are global (every rank, every microbatch) and known before any forward pass, so that a loss is
-``sum w l`` however the batch is split. Source: docs/objectives.md, "Aggregation weights".
+The counts are global (every rank, every microbatch) and known before any forward pass, so that a
+loss is ``sum w l`` however the batch is split. Source: docs/objectives.md, "Aggregation weights".
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,8 @@ AGGREGATIONS: dict[str, Callable[[Floats, float, float], Floats]] = {
 
 
 def token_weights(aggregation: str, trained_tokens: Sequence[int]) -> Floats:
-    """f64 [N]: the weight of each of sample i's trained tokens; finite also for a batch without any."""
+    """f64 [N]: the weight of each of sample i's trained tokens; finite also for a batch without
+    any.
+    """
     n = np.asarray(trained_tokens, np.float64)
     return AGGREGATIONS[aggregation](n, max(1.0, float((n > 0).sum())), max(1.0, float(n.sum())))

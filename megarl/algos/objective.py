@@ -1,8 +1,8 @@
 """A policy objective over one packed row: a plain weighted sum, and the metrics of the same pass.
 
-``loss = sum_t weight_t l_t`` over trained tokens; ``weight`` carries the whole normalisation (global counts), so
-microbatches, data-parallel and context-parallel ranks simply add. An empty row gives an exact zero that still runs
-backward through the model.
+``loss = sum_t weight_t l_t`` over trained tokens; ``weight`` carries the whole normalisation
+(global counts), so microbatches, data-parallel and context-parallel ranks simply add. An empty row
+gives an exact zero that still runs backward through the model.
 """
 
 from dataclasses import dataclass
@@ -19,12 +19,16 @@ from megarl.types import LossInputs, Max, Mean, Metric, Min, StepMetrics, Sum
 
 @dataclass(frozen=True)
 class Objective:
-    """``policy``: one of the policy sections of ``config/schema.py``; its ``name`` selects the function."""
+    """``policy``: one of the policy sections of ``config/schema.py``; its ``name`` selects the
+    function.
+    """
 
     policy: Any
 
     def __call__(self, inputs: LossInputs, segments: Segments) -> tuple[torch.Tensor, StepMetrics]:
-        """(scalar loss f64 with gradient, metrics). Collective over the row's context-parallel ranks."""
+        """(scalar loss f64 with gradient, metrics). Collective over the row's context-parallel
+        ranks.
+        """
         token = SURROGATES[self.policy.name](inputs, segments, self.policy)
         loss = torch.where(inputs.mask, token.loss.double() * inputs.weight.double(), 0.0).sum()
         with torch.no_grad():

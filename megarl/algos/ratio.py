@@ -1,7 +1,8 @@
 """Importance ratios from log-probs.
 
 token:     r_t = exp(clamp(d_t, -20, 20)), d = lp - lo; gradient 0 outside the clamp
-sequence:  s_i = exp(clamp(mean_t d_t, -20, 20)) over the trained tokens (GSPO, arXiv 2507.18071 eq. 7)
+sequence:  s_i = exp(clamp(mean_t d_t, -20, 20)) over the trained tokens (GSPO, arXiv 2507.18071 eq.
+7)
 
 Masked positions may hold anything, NaN included: they are selected away, never multiplied by zero.
 """

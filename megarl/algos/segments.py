@@ -1,8 +1,9 @@
 """Per-sequence sums over a packed row: the only collective a loss sees.
 
-A row may be split over context-parallel ranks. ``sum`` adds what each rank holds of a sequence; its gradient is
-summed over the ranks as well, because every rank's loss depends on every rank's tokens. A forward-only reduction
-would leave the loss right and the gradient wrong. Source: docs/objectives.md, "GSPO under CP".
+A row may be split over context-parallel ranks. ``sum`` adds what each rank holds of a sequence; its
+gradient is summed over the ranks as well, because every rank's loss depends on every rank's tokens.
+A forward-only reduction would leave the loss right and the gradient wrong. Source:
+docs/objectives.md, "GSPO under CP".
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Segments:
-    """``cu_seqlens`` i32 [S + 1]: bounds in the local row; ``group``: the context-parallel ranks, None for one."""
+    """``cu_seqlens`` i32 [S + 1]: bounds in the local row; ``group``: the context-parallel ranks,
+    None for one.
+    """
 
     cu_seqlens: torch.Tensor
     group: dist.ProcessGroup | None = None
@@ -43,7 +46,8 @@ class Segments:
         local = segment_sum(values_T, self.cu_seqlens)
         if self.group is None or self.group.size() == 1:
             return local
-        return torch.as_tensor(_SumOverRanks.apply(local, self.group))
+        total: torch.Tensor = _SumOverRanks.apply(local, self.group)  # type: ignore[no-untyped-call]
+        return total
 
     def expand(self, values_S: torch.Tensor) -> torch.Tensor:
         """[S] -> [T]: every token gets its sequence's value."""

@@ -1,6 +1,6 @@
 """Policy objectives: one function each, per token, minimised. ``presets.py`` names them.
 
-``l_t`` below is the token loss before its aggregation weight. Trust regions are closed; A = 0 gives 0.
+``l`` is the token loss before its aggregation weight. Trust regions are closed; A = 0 gives 0.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from megarl.types import LossInputs
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """``loss`` [T] with gradient; ``flags``: name -> bool [T], reported as shares of trained tokens;
-    ``seq_flags``: name -> bool [S], as shares of trained sequences. ``uses_ratio``: whether there is a
-    behaviour policy, hence ratios to report."""
+    """``loss`` [T] with gradient; ``flags``: name -> bool [T], reported as shares of trained
+    tokens; ``seq_flags``: name -> bool [S], as shares of trained sequences. ``uses_ratio``: whether
+    there is a behaviour policy, hence ratios to report."""
 
     loss: torch.Tensor
     flags: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -36,9 +36,10 @@ def sft(inputs: LossInputs, segments: Segments, policy: SftPolicy) -> TokenLoss:
 
 
 def ppo_clip(inputs: LossInputs, segments: Segments, policy: PpoClipPolicy) -> TokenLoss:
-    """l = max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)); with ``dual_clip`` c and A < 0: min(l, -A c).
+    """l = max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)); dual clip c, A < 0: min(l, -A c).
 
-    Source: PPO, arXiv 1707.06347 eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
+    Source: PPO, arXiv 1707.06347 eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv
+    1912.09729.
     """
     advantages, r = inputs.advantages, token_ratio(inputs)
     # max(-A r, -A clip(r)) binds above for A > 0, below for A < 0
@@ -56,10 +57,13 @@ def ppo_clip(inputs: LossInputs, segments: Segments, policy: PpoClipPolicy) -> T
 
 
 def gspo(inputs: LossInputs, segments: Segments, policy: GspoPolicy) -> TokenLoss:
-    """l = -A min(s, 1 + eps_high) for A > 0, -A max(s, 1 - eps_low) for A < 0, s the sequence ratio.
+    """l = -A min(s, 1 + eps_high) for A > 0, -A max(s, 1 - eps_low) for A < 0.
 
-    Every token of a sequence shares s; its gradient reaches all of the sequence's tokens, each by 1/n. The clip is
-    decided on the log-ratio, where bounds of 1e-4 keep their digits. Source: GSPO, arXiv 2507.18071 eq. 5.
+    s is the sequence ratio (``ratio.py``).
+
+    Every token of a sequence shares s; its gradient reaches all of the sequence's tokens, each by
+    1/n. The clip is decided on the log-ratio, where bounds of 1e-4 keep their digits. Source: GSPO,
+    arXiv 2507.18071 eq. 5.
     """
     log_s = sequence_log_ratio(inputs, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     high = torch.log1p(torch.tensor(policy.eps_high, dtype=torch.float64))
@@ -87,7 +91,7 @@ def sapo(inputs: LossInputs, segments: Segments, policy: SapoPolicy) -> TokenLos
     advantages, r = inputs.advantages, token_ratio(inputs)
     tau = torch.where(advantages > 0, policy.tau_pos, policy.tau_neg)
     gate = torch.sigmoid(tau * (r - 1))
-    # r sech^2(tau (r - 1) / 2) is the gradient's weight: below one half, the token is mostly switched off
+    # sech^2(tau (r - 1) / 2), the gradient's gate: below one half the token is mostly switched off
     weight = 4 * gate.detach() * (1 - gate.detach())
     return TokenLoss(-(4 / tau) * gate * advantages, {"gatefrac_low": weight < 0.5})
 

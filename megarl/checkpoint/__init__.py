@@ -1,1 +1,3 @@
-"""When and where checkpoints are kept. What is in them is written by the parts themselves (``actor/state.py``)."""
+"""When and where checkpoints are kept. What is in them is written by the parts themselves
+(``actor/state.py``).
+"""

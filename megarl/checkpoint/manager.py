@@ -1,4 +1,5 @@
-"""Checkpoints of a run: written beside, published by rename, pruned only after a newer one is complete.
+"""Checkpoints of a run: written beside, published by rename, pruned only after a newer one is
+complete.
 
 ::
 
@@ -7,7 +8,8 @@
                        model.json    the model's dimensions
                        hf/           config and tokenizer files of the model
 
-``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded, replaced by the next.
+``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,
+replaced by the next.
 """
 
 import json
@@ -31,7 +33,9 @@ MEGATRON, LOOP, MODEL, HF = "megatron", "loop.json", "model.json", "hf"
 
 @dataclass(frozen=True)
 class CheckpointManager:
-    """``rank``/``host``: this trainer rank and the gloo group of all; methods are collective unless said."""
+    """``rank``/``host``: this trainer rank and the gloo group of all; methods are collective unless
+    said.
+    """
 
     folder: Path
     keep: int
@@ -47,8 +51,9 @@ class CheckpointManager:
         write_parts: Callable[[Path], None],
         num_bytes: int,
     ) -> Path:
-        """Publish checkpoint ``step``. ``write_parts(folder)`` writes the distributed part on all ranks;
-        ``num_bytes`` is its size. Raises RunError, with older checkpoints untouched, if the disk cannot hold it."""
+        """Publish checkpoint ``step``. ``write_parts(folder)`` writes the distributed part on all
+        ranks; ``num_bytes`` is its size. Raises RunError, with older checkpoints untouched, if the
+        disk cannot hold it."""
         final = self.folder / f"step_{step}"
         part = final.with_name(final.name + ".part")
         self._on_rank_zero(lambda: _prepare(part, num_bytes), "preparing a checkpoint")
@@ -57,7 +62,8 @@ class CheckpointManager:
             write_parts(part / MEGATRON)
         except Exception as e:
             error = RunError(
-                f"writing checkpoint {part}: {type(e).__name__}: {e}; older checkpoints are untouched"
+                f"writing checkpoint {part}: {type(e).__name__}: {e}; "
+                "older checkpoints are untouched"
             )
         agree(error, self.host, "writing a checkpoint")
 
@@ -100,7 +106,9 @@ class CheckpointManager:
 def publish_model(
     out: Path, model: dict[str, Any], hf_files: Path, write: Callable[[Path], None]
 ) -> None:
-    """A checkpoint of weights alone, by one process, whole or not at all. Raises DataError if ``out`` exists."""
+    """A checkpoint of weights alone, by one process, whole or not at all. Raises DataError if
+    ``out`` exists.
+    """
     if out.exists():
         raise DataError(f"{out} already exists; checkpoints are never overwritten")
     part = out.with_name(out.name + ".part")
@@ -142,6 +150,6 @@ def _prepare(part: Path, num_bytes: int) -> None:
     if free < num_bytes:
         shutil.rmtree(part, ignore_errors=True)
         raise RunError(
-            f"a checkpoint needs {num_bytes / 1e9:.2f} GB, {part.parent} has {free / 1e9:.2f} GB free; "
-            "free some, lower checkpoint.keep, or set run.dir to another disk"
+            f"a checkpoint needs {num_bytes / 1e9:.2f} GB, {part.parent} has "
+            f"{free / 1e9:.2f} GB free; free some, lower checkpoint.keep, or move run.dir"
         )

@@ -5,6 +5,7 @@
 """
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -55,8 +56,9 @@ class Place:
 
 
 def plain_doc(info: FieldInfo) -> str:
-    """A setting's documentation on one line."""
-    return " ".join((info.description or "").replace("``", "`").split())
+    """A setting's documentation on one line; a word broken at its hyphen is whole again."""
+    text = re.sub(r"(?<=\w)-\n\s*", "-", info.description or "")
+    return " ".join(text.replace("``", "`").split())
 
 
 def members(info: FieldInfo) -> dict[str, Model]:

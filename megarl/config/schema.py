@@ -1,7 +1,8 @@
-"""Every setting, in one place. The string under a field is its documentation (CLI, docs and error texts use it).
+"""Every setting, in one place. The string under a field is its documentation (CLI, docs and error
+texts use it).
 
-Layers: YAML files are merged left to right, then dotted overrides (``load.py``); what one field alone can tell is
-checked here, what several together imply in ``validate.py``.
+Layers: YAML files are merged left to right, then dotted overrides (``load.py``); what one field
+alone can tell is checked here, what several together imply in ``validate.py``.
 """
 
 from pathlib import Path
@@ -26,24 +27,35 @@ class RunSection(Section):
     dir: Path
     """The run directory: everything a run writes lies here. Two runs never share one."""
     mode: Literal["rl", "sft", "train_only"] = "rl"
-    """rl: sample, reward, train, sync. sft: train on demonstrations. train_only: train on recorded rollouts."""
+    """rl: sample, reward, train, sync. sft: train on demonstrations. train_only: train on recorded
+    rollouts.
+    """
     steps: Positive
-    """Training steps in total (a step of ``rl`` is one rollout batch); a resumed run goes on to the same total."""
+    """Training steps in total (a step of ``rl`` is one rollout batch); a resumed run goes on to the
+    same total.
+    """
     seed: NonNegative = 0
     """Everything random derives from it."""
     resume: bool = False
-    """Go on from the newest checkpoint in the run directory. Without it a directory that holds a run is refused."""
+    """Go on from the newest checkpoint in the run directory. Without it a directory that holds a
+    run is refused.
+    """
     stop_grace_s: Annotated[float, Field(gt=0, le=15)] = 10.0
-    """After Ctrl-C or SIGTERM: seconds to finish the step and save before the process ends regardless."""
+    """After Ctrl-C or SIGTERM: seconds to finish the step and save before the process ends
+    regardless.
+    """
     timeout_s: Seconds = 600.0
     """Deadline of every collective between trainer ranks."""
 
 
 class ModelSection(Section):
     hf: Path
-    """Hugging Face folder: config.json, tokenizer and, unless ``load`` is set, the initial weights."""
+    """Hugging Face folder: config.json, tokenizer and, unless ``load`` is set, the initial weights.
+    """
     load: Path | None = None
-    """Megatron checkpoint to start from (made by tools/convert_hf_to_megatron.py or saved by a run)."""
+    """Megatron checkpoint to start from (made by tools/convert_hf_to_megatron.py or saved by a
+    run).
+    """
 
 
 class ParallelSection(Section):
@@ -61,7 +73,9 @@ class ParallelSection(Section):
 
 class PrecisionSection(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of parameters and activations. Main parameters, gradients, log-probs and losses are fp32 either way."""
+    """Of parameters and activations. Main parameters, gradients, log-probs and losses are fp32
+    either way.
+    """
 
 
 class OptimSection(Section):
@@ -74,7 +88,9 @@ class OptimSection(Section):
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up from 0."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the run, at its end, over which the learning rate falls linearly to ``min_lr_ratio * lr``."""
+    """Share of the run, at its end, over which the learning rate falls linearly to ``min_lr_ratio *
+    lr``.
+    """
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     distributed: bool = True
     """Megatron's distributed optimizer: states split over the data-parallel ranks."""
@@ -117,7 +133,9 @@ class AlgoSection(Section):
     policy: Policy
     """The objective and its own settings, e.g. ``{name: gspo, eps_low: 3e-4, eps_high: 4e-4}``."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (R - mean) / (std + 1e-6) over the prompt's samples; dr_grpo: R - mean; rloo: leave-one-out mean."""
+    """grpo: (R - mean) / (std + 1e-6) over the prompt's samples; dr_grpo: R - mean; rloo: leave-
+    one-out mean.
+    """
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = (
         "seq_mean_token_mean"
     )
@@ -125,14 +143,19 @@ class AlgoSection(Section):
     minibatches: Positive = 1
     """Optimizer steps a rollout batch is split into, by prompt."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The ratio's denominator: recomputed by the trainer before the update, or taken from the rollout server."""
+    """The ratio's denominator: recomputed by the trainer before the update, or taken from the
+    rollout server.
+    """
 
 
 class DataSection(Section):
     prompts: Path | None = None
-    """rl: JSONL, a line each: {"id", "prompt", "answer", ...}; all keys but prompt go to the reward."""
+    """rl: JSONL, a line each: {"id", "prompt", "answer", ...}; all keys but prompt go to the
+    reward.
+    """
     heldout: Path | None = None
-    """rl: JSONL of the same form, never trained on; measured greedily every ``eval.every`` steps."""
+    """rl: JSONL of the same form, never trained on; measured greedily every ``eval.every`` steps.
+    """
     demonstrations: Path | None = None
     """sft: JSONL, a line each: {"prompt", "response"}; the end token is appended."""
     recorded: Path | None = None
@@ -159,9 +182,13 @@ class RolloutSection(Section):
     context_length: Positive = 64
     """Managed server: prompt + response tokens of the longest sequence."""
     fixed_shape: bool = True
-    """Managed embedded server: always compute full batches, so that a sample's bits do not depend on its neighbours."""
+    """Managed embedded server: always compute full batches, so that a sample's bits do not depend
+    on its neighbours.
+    """
     server_command: tuple[str, ...] = ()
-    """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]."""
+    """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m",
+    "sglang.launch_server"].
+    """
     server_args: tuple[str, ...] = ()
     """Managed sglang: further arguments of the server."""
     start_timeout_s: Seconds = 120.0
@@ -172,14 +199,18 @@ class RolloutSection(Section):
 class SyncSection(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl where trainer and servers have devices of their own, else gloo through host memory."""
+    """auto: nccl where trainer and servers have devices of their own, else gloo through host
+    memory.
+    """
     timeout_s: Seconds = 120.0
     """Deadline of every control call and of every bucket."""
 
 
 class TrainSection(Section):
     row_tokens: Positive = 4096
-    """Token budget of a packed row (a microbatch of one rank, before context parallelism splits it)."""
+    """Token budget of a packed row (a microbatch of one rank, before context parallelism splits
+    it).
+    """
 
 
 class EvalSection(Section):

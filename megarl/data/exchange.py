@@ -1,6 +1,7 @@
 """A step's samples, from the ranks that collected them to the ranks that train on them.
 
-Flat arrays with their lengths beside them (``recorded.py``), as bytes over a gloo group; nothing is pickled.
+Flat arrays with their lengths beside them (``recorded.py``), as bytes over a gloo group; nothing is
+pickled.
 """
 
 import io
@@ -18,7 +19,9 @@ from megarl.types import Sample
 def share_samples(
     local: Sequence[Sample], collectors: Sequence[int], rank: int, group: dist.ProcessGroup
 ) -> list[Sample]:
-    """Every collector's samples on every rank, in the order of ``collectors``. Collective over ``group``."""
+    """Every collector's samples on every rank, in the order of ``collectors``. Collective over
+    ``group``.
+    """
     samples: list[Sample] = []
     for collector in collectors:
         payload = _encode(local) if rank == collector else None

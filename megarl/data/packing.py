@@ -2,10 +2,11 @@
 
 1. Rows are planned from lengths alone, the same on every rank, before any payload moves.
 2. A row holds at most ``row_tokens`` padded tokens (a longer single sample is refused).
-3. Every data-parallel rank gets the same number of rows; the missing ones are empty. Longest first into the
-   emptiest row keeps the rows even, which is what the slowest rank waits for.
+3. Every data-parallel rank gets the same number of rows; the missing ones are empty. Longest first
+   into the emptiest row keeps the rows even, which is what the slowest rank waits for.
 4. All rows of an optimizer step have one length T: expert and pipeline parallel ranks run in step.
-5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend on sorting ties.
+5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend
+   on sorting ties.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,9 @@ def plan_rows(
     segment_multiple: int = 1,
     row_multiple: int = 1,
 ) -> RowPlan:
-    """Place samples of ``lengths`` tokens into rows. Raises DataError for a sample longer than a row."""
+    """Place samples of ``lengths`` tokens into rows. Raises DataError for a sample longer than a
+    row.
+    """
     sizes = [padded(n, segment_multiple) for n in lengths]
     too_long = [i for i, size in enumerate(sizes) if size > row_tokens]
     if too_long:

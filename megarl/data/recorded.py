@@ -88,7 +88,9 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
 
 
 def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
-    """The inverse of ``pack_samples``. Raises ValueError or KeyError for arrays that do not belong together."""
+    """The inverse of ``pack_samples``. Raises ValueError or KeyError for arrays that do not belong
+    together.
+    """
     token_parts = {name: _cut(arrays[name], arrays["length"]) for name in _PER_TOKEN}
     rewards = _cut(arrays["rewards"], arrays["num_rewards"])
     spans = _cut(arrays["spans"], arrays["num_spans"])

@@ -1,4 +1,4 @@
-"""Which error came first: of the ``errors/rank_N.json`` files, the one that explains the others.
+"""Which error came first: of a start's ``rank_N.json`` files, the one that explains the others.
 
 When one rank fails, the others fail too, seconds later, because it no longer answers: connections
 are reset, collectives time out, processes are told to end. Such follow-ups yield to real causes,

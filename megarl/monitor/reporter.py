@@ -1,4 +1,5 @@
-"""Rank 0's voice: metrics to files, progress to the terminal, samples and the report to the run directory.
+"""Rank 0's voice: metrics to files, progress to the terminal, samples and the report to the run
+directory.
 
 On other ranks every method does nothing, so callers need not ask which rank they are.
 """

@@ -3,13 +3,15 @@
 One push, in order; every step is reached by every trainer rank:
 
 1. ``begin`` on every server: sampling stops, nothing is sampled until ``commit``.
-2. Stage by stage: all ranks of the stage gather its tensors, the stage's sender puts them into size-capped buckets,
-   announces each over HTTP (``receive``) and broadcasts its bytes in the group of that stage (sender rank 0, then
-   the servers' ranks).
-3. Both ends digest what they have: the trainer what it sent, every server what it now serves. All must agree.
+2. Stage by stage: all ranks of the stage gather its tensors, the stage's sender puts them into
+   size-capped buckets, announces each over HTTP (``receive``) and broadcasts its bytes in the group
+   of that stage (sender rank 0, then the servers' ranks).
+3. Both ends digest what they have: the trainer what it sent, every server what it now serves. All
+   must agree.
 4. ``commit``: the version moves, once, and sampling goes on with an empty cache.
 
-A failure at any point raises on every rank, and the server samples nothing until a whole push succeeds.
+A failure at any point raises on every rank, and the server samples nothing until a whole push
+succeeds.
 """
 
 import time
@@ -31,7 +33,9 @@ from megarl.types import SyncReceipt
 
 @dataclass
 class BroadcastTransport:
-    """``senders``: the sending rank of each pipeline stage; ``stage``: this rank's. Sinks on senders only."""
+    """``senders``: the sending rank of each pipeline stage; ``stage``: this rank's. Sinks on
+    senders only.
+    """
 
     rank: int
     stage: int
@@ -55,7 +59,9 @@ class BroadcastTransport:
         return f"megarl-stage{self.stage}"
 
     def connect(self, source: WeightSource, sinks: Sequence[WeightSink]) -> None:
-        """Join one group per stage with every server. Collective; raises SyncError if any member stays away."""
+        """Join one group per stage with every server. Collective; raises SyncError if any member
+        stays away.
+        """
         self._source, self._sinks = source, list(sinks)
         for stage in range(len(self.senders)):
             error = None
@@ -129,8 +135,8 @@ class BroadcastTransport:
             join.result()
 
     def _send_stage(self) -> tuple[dict[str, str], int, Exception | None]:
-        """(digest by name, bytes, error). After an error the stage's gathers still run to their end, so that no
-        rank of the stage is left waiting in one."""
+        """(digest by name, bytes, error). After an error the stage's gathers still run to their
+        end, so that no rank of the stage is left waiting in one."""
         assert self._source is not None, "connect() comes first"
         digests: dict[str, str] = {}
         size, error = 0, None

@@ -1,4 +1,6 @@
-"""Losses, gradient norms and parameter gradients do not depend on how the work is split (real Megatron, gloo)."""
+"""Losses, gradient norms and parameter gradients do not depend on how the work is split (real
+Megatron, gloo).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from tests.helpers.dist import WorkerPool
 
 pytestmark = pytest.mark.dist
 
-# fp32 sums in another order: a few ulps (6e-8 relative) a reduction, over 4 layers and some hundred tokens. A
-# missing or doubled reduction is an error of order one, a wrong clip decision of order 1e-2.
+# fp32 sums in another order: a few ulps (6e-8 relative) a reduction, over 4 layers and some hundred
+# tokens. A missing or doubled reduction is an error of order one, a wrong clip decision of order
+# 1e-2.
 METRIC_RTOL = 2e-5
 GRADIENT_TOL = 2e-5  # of the tensor's largest entry
 
@@ -59,8 +62,8 @@ def test_the_distributed_optimizer_takes_the_same_steps(
     found = compare.merged(results)
     assert_same_metrics(found["metrics"], single["metrics"])
     for name, expected in single["weights"].items():
-        # Adam divides by the gradient's own size: where a gradient is all rounding noise the step is too, so
-        # the bound is a fraction of the four steps of 1e-3 that every weight takes
+        # Adam divides by the gradient's own size: where a gradient is all rounding noise the step
+        # is too, so the bound is a fraction of the four steps of 1e-3 that every weight takes
         assert (found["weights"][name] - expected).abs().max() < 4e-3 * 0.25, name
         assert (found["weights"][name] - expected).abs().mean() < 4e-3 * 1e-3, name
 
@@ -70,12 +73,15 @@ def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, An
     for step, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.keys() == b.keys(), a.keys() ^ b.keys()
         for name in b:
-            # the loss of a first minibatch is a sum that cancels: compare with the size of its terms
+            # the loss of a first minibatch is a sum that cancels: compare with the size of its
+            # terms
             assert a[name] == pytest.approx(b[name], rel=METRIC_RTOL, abs=2e-7), (step, name)
 
 
 def test_the_comparison_sees_a_wrong_gradient(single: dict[str, Any]) -> None:
-    """Guards the test itself: gradients are not zero, and a factor of two is far outside the tolerance."""
+    """Guards the test itself: gradients are not zero, and a factor of two is far outside the
+    tolerance.
+    """
     for name, g in single["gradients"].items():
         assert g.abs().max() > 0, name
         assert not torch.allclose(2 * g, g, rtol=0, atol=GRADIENT_TOL * float(g.abs().max()))

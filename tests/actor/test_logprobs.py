@@ -1,4 +1,6 @@
-"""Log-probs: equal to transformers' on the same weights, exact derivatives, and no leak between packed sequences."""
+"""Log-probs: equal to transformers' on the same weights, exact derivatives, and no leak between
+packed sequences.
+"""
 
 from pathlib import Path
 from typing import Any

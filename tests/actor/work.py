@@ -1,7 +1,7 @@
 """What the workers of the pool do in actor tests. Every function gets ``rank`` and plain arguments.
 
-Imported by workers only: importing Megatron patches the process for CPU (``actor/cpu.py``), and the test process
-also builds transformers models.
+Imported by workers only: importing Megatron patches the process for CPU (``actor/cpu.py``), and the
+test process also builds transformers models.
 """
 
 from pathlib import Path
@@ -60,7 +60,9 @@ def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
 def train(
     rank: int, hf: Path, layout: dict[str, int], steps: int = 2, **sections: Any
 ) -> dict[str, Any]:
-    """Train on fixed rollouts: metrics of every optimizer step, the first step's gradients, final weights."""
+    """Train on fixed rollouts: metrics of every optimizer step, the first step's gradients, final
+    weights.
+    """
     from megatron.core import parallel_state
 
     config = config_for(hf, **sections)

@@ -1,4 +1,4 @@
-"""Ragged lists of response tokens as a row of segments, run through an objective, and back to lists."""
+"""Ragged lists of response tokens as a row of segments, through an objective, and back to lists."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -12,18 +12,16 @@ from megarl.algos.segments import Segments
 from megarl.types import LossInputs
 from tests.algos.ragged import policy
 
+Case = tuple[dict[str, Any], dict[str, torch.Tensor]]  # policy settings, whole row
 
-def shares(
-    rank: int, cases: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]
-) -> list[dict[str, Any]]:
-    """For every (policy settings, whole row): this rank's part, computed together with the others."""
+
+def shares(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """For every case this rank's part, computed together with the others."""
     return [_share(rank, settings, row, dist.group.WORLD) for settings, row in cases]
 
 
-def lonely_shares(
-    rank: int, cases: list[tuple[dict[str, Any], dict[str, torch.Tensor]]]
-) -> list[dict[str, Any]]:
-    """The same without any communication: what a reduction that is missing would give."""
+def lonely_shares(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """The same without communication: what a missing reduction would give."""
     return [_share(rank, settings, row, None) for settings, row in cases]
 
 

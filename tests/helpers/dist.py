@@ -1,9 +1,10 @@
-"""A pool of worker processes for multi-rank tests: Megatron is imported once a worker, not once a test.
+"""A pool of worker processes for multi-rank tests: Megatron is imported once a worker, not once a
+test.
 
-``pool.run("tests.actor.work:function", world=2, layout=..., ...)`` calls ``function(rank=..., **arguments)`` on
-``world`` workers inside a fresh gloo process group and returns the results in rank order. A worker that raises, dies
-or does not answer in time fails the call with what it said; the pool then starts afresh. Workers end with the pool,
-or with the process that owns it.
+``pool.run("tests.actor.work:function", world=2, layout=..., ...)`` calls ``function(rank=...,
+**arguments)`` on ``world`` workers inside a fresh gloo process group and returns the results in
+rank order. A worker that raises, dies or does not answer in time fails the call with what it said;
+the pool then starts afresh. Workers end with the pool, or with the process that owns it.
 """
 
 import ctypes

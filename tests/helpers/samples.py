@@ -8,7 +8,9 @@ from megarl.types import Sample
 def random_samples(
     groups: int, per_group: int, *, vocab: int = 24, seed: int = 0, longest: int = 24
 ) -> list[Sample]:
-    """Ragged samples of 3 to ``longest`` tokens; some groups have equal rewards, some samples a hole in the mask."""
+    """Ragged samples of 3 to ``longest`` tokens; some groups have equal rewards, some samples a
+    hole in the mask.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(groups):

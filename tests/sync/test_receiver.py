@@ -1,21 +1,22 @@
 """Received tensors in a live transformers module, against what save_pretrained writes to files."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.errors import SyncError
-from megarl.sync.group import create_store, join_group, leave_group
 from megarl.sync.receiver import ModelReceiver, hf_parameters
-from megarl.sync.stream import bucketize, flatten, specs_of, tensor_digest
+from megarl.sync.stream import bucketize, specs_of, tensor_digest
 from megarl.types import TensorSpec
+from tests.sync.sender import Sender
 
+COUNTER = itertools.count()
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
@@ -65,96 +66,102 @@ def test_a_view_writes_to_the_module() -> None:
     assert (experts.down_proj[2] == 3).all() and not (experts.down_proj[1] == 3).any()
 
 
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Pushed"]:
+    folder = tmp_path_factory.mktemp("sent")
+    tensors = files_of(tiny(1), folder)
+    sender = Sender(folder / "model.safetensors")
+    yield Pushed(tensors, sender)
+    sender.close()
+
+
+@dataclass
+class Pushed:
+    tensors: dict[str, torch.Tensor]
+    sender: Sender
+
+
 class Pair:
-    """A receiver and its sender in one process, in one gloo group."""
+    """A receiver in a group with the sender."""
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
-        self.module = tiny(0)
-        self.receiver = ModelReceiver(self.module, timeout_s=timeout_s)
-        self._store, port = create_store("127.0.0.1", timeout_s=20)
-        join = {"address": "127.0.0.1", "port": port, "rank": 1, "world_size": 2}
-        self.pool = ThreadPoolExecutor(1)
-        joined = self.pool.submit(
-            self.receiver.join_group, **join, name="g", backend="gloo"
+    def __init__(self, sent: Pushed, timeout_s: float = 20.0) -> None:
+        self.receiver = ModelReceiver(tiny(0), timeout_s=timeout_s)
+        self._sent = sent
+        self.name = f"group{next(COUNTER)}"
+        port = sent.sender.open(self.name)
+        self.receiver.join_group(
+            address="127.0.0.1", port=port, rank=1, world_size=2, name=self.name, backend="gloo"
         )
-        self.group = join_group(
-            self._store, rank=0, world_size=2, group_name="g", backend="gloo", timeout_s=20
-        )
-        joined.result()
 
-    def send(self, bucket: list[tuple[str, torch.Tensor]], flattened: bool = True) -> None:
-        received = self.pool.submit(
-            self.receiver.receive, specs_of(bucket), group="g", flattened=flattened
-        )
-        for tensor in [flatten(bucket)] if flattened else [t for _, t in bucket]:
-            dist.broadcast(tensor.contiguous(), group=self.group, group_src=0)
-        received.result()
+    def send(self, names: Iterable[str], flattened: bool = True) -> None:
+        bucket = [(name, self._sent.tensors[name]) for name in names]
+        self._sent.sender.send([name for name, _ in bucket], flattened=flattened)
+        self.receiver.receive(specs_of(bucket), group=self.name, flattened=flattened)
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+def pair(sent: Pushed) -> Iterator[Pair]:
+    made = Pair(sent)
     yield made
     made.receiver.close()
-    leave_group(made.group)
+    sent.sender.shut()
 
 
 @pytest.mark.parametrize("flattened", [True, False])
 @pytest.mark.parametrize("max_bytes", [1, 3000, 10**9])
 def test_a_push_arrives_bitwise_in_buckets_of_any_size(
-    pair: Pair, tmp_path: Path, max_bytes: int, flattened: bool
+    pair: Pair, sent: Pushed, max_bytes: int, flattened: bool
 ) -> None:
-    sent = files_of(tiny(1), tmp_path)
     pair.receiver.begin()
-    for bucket in bucketize(sent.items(), max_bytes):
-        pair.send(bucket, flattened)
+    for bucket in bucketize(sent.tensors.items(), max_bytes):
+        pair.send([name for name, _ in bucket], flattened)
     pair.receiver.end()
-    assert pair.receiver.digests() == {name: tensor_digest(t) for name, t in sent.items()}
+    expected = {name: tensor_digest(tensor) for name, tensor in sent.tensors.items()}
+    assert pair.receiver.digests() == expected
 
 
-def test_what_was_not_received_is_named(pair: Pair, tmp_path: Path) -> None:
-    sent = files_of(tiny(1), tmp_path)
-    total = len(sent)
-    missing = [DOWN, "lm_head.weight"]
+def test_what_was_not_received_is_named(pair: Pair, sent: Pushed) -> None:
+    missing = ["lm_head.weight", DOWN]
     pair.receiver.begin()
-    pair.send([(name, t) for name, t in sent.items() if name not in missing])
-    with pytest.raises(SyncError, match=f"2 of {total} were not received \\(lm_head.weight, {DOWN}"):
+    pair.send([name for name in sent.tensors if name not in missing])
+    message = f"2 of {len(sent.tensors)} were not received \\({missing[0]}, {missing[1]}\\)"
+    with pytest.raises(SyncError, match=message):
         pair.receiver.end()
-    pair.receiver.begin()  # one that was left open is given up: everything has to come again
-    pair.send([(name, sent[name]) for name in missing])
     pair.receiver.begin()
-    pair.send(list(sent.items()))
+    pair.send(missing)
+    pair.receiver.begin()  # the one that was left open is given up: everything has to come again
+    pair.send(sent.tensors)
     pair.receiver.end()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_received(pair: Pair) -> None:
-    def refused(*specs: TensorSpec, group: str = "g") -> str:
+    def refused(*specs: TensorSpec, group: str | None = None) -> str:
         with pytest.raises(SyncError) as caught:
-            pair.receiver.receive(specs, group=group, flattened=True)
+            pair.receiver.receive(specs, group=group or pair.name, flattened=True)
         return str(caught.value)
 
     good = TensorSpec(DOWN, (16, 12), "float32")
     assert "no update is open" in refused(good)
     pair.receiver.begin()
-    assert "found 'h'; joined: 'g'" in refused(good, group="h")
+    assert f"found 'h'; joined: '{pair.name}'" in refused(good, group="h")
     assert "empty bucket" in refused()
     assert "twice in one bucket" in refused(good, good)
     assert "model.x is not a weight" in refused(good, TensorSpec("model.x", (1,), "float32"))
     assert "found ((12, 16), 'float32')" in refused(TensorSpec(DOWN, (12, 16), "float32"))
     assert "found ((16, 12), 'bfloat16')" in refused(TensorSpec(DOWN, (16, 12), "bfloat16"))
-    pair.send([(DOWN, torch.zeros(16, 12))])
+    pair.send([DOWN])
     assert "received already" in refused(good)
 
 
-def test_a_receive_ends_at_its_deadline_and_closes_the_group() -> None:
-    pair = Pair(timeout_s=0.5)
+def test_a_receive_ends_at_its_deadline_and_closes_the_group(sent: Pushed) -> None:
+    pair = Pair(sent, timeout_s=0.5)
     pair.receiver.begin()
     spec = TensorSpec(DOWN, (16, 12), "float32")
-    with pytest.raises(SyncError, match=r"'g': 1 tensors from .* within 0\.5 s, the group is closed"):
-        pair.receiver.receive([spec], group="g", flattened=True)
+    with pytest.raises(SyncError, match=r"1 tensors from .* within 0\.5 s, the group is closed"):
+        pair.receiver.receive([spec], group=pair.name, flattened=True)
     with pytest.raises(SyncError, match="joined: none"):
-        pair.receiver.receive([spec], group="g", flattened=True)
-    leave_group(pair.group)
+        pair.receiver.receive([spec], group=pair.name, flattened=True)
+    sent.sender.shut()
 
 
 def test_an_expert_layout_that_is_not_known_is_refused() -> None:

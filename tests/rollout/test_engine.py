@@ -1,0 +1,238 @@
+"""The embedded engine in this process: both shapes, its random numbers, and what breaks in it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.errors import ConfigError, DataError, ServerError
+from megarl.rollout.embedded import Engine, Unusable
+from megarl.rollout.embedded_model import SlotModel
+from megarl.rollout.embedded_sampling import sample, uniforms
+from megarl.rollout.embedded_schedule import Schedule
+from megarl.rollout.wire import Generated, GenerateRequest, Limits, parse_generate
+from megarl.types import TensorSpec
+from tests.rollout.conftest import CONTEXT, Reference
+
+PROMPTS = [[5], [3, 9, 14, 2], [2 + i % 20 for i in range(32)], [2 + i % 17 for i in range(45)]]
+
+
+class NoWeights:
+    """A receiver to which nothing comes: what arrives is broken, what was announced is missing."""
+
+    def join_group(self, **_: Any) -> None: ...
+
+    def leave_group(self, name: str) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
+        raise ServerError("the sender is gone")
+
+    def end(self) -> None:
+        raise ServerError("nothing was received")
+
+    def digests(self) -> dict[str, str]:
+        return {}
+
+
+def slot_model(folder: Path, **changes: Any) -> SlotModel:
+    options: dict[str, Any] = {
+        "num_slots": 6,
+        "context_length": CONTEXT,
+        "dtype": "fp32",
+        "fixed_shape": True,
+    }
+    return SlotModel(folder, **(options | changes))
+
+
+@pytest.fixture(params=["fixed", "flexible"])
+def engine(request: pytest.FixtureRequest, model_a: Path) -> Iterator[Engine]:
+    made = Engine(slot_model(model_a, fixed_shape=request.param == "fixed"), NoWeights())
+    made.start()
+    yield made
+    made.stop()
+
+
+def requests_for(
+    engine: Engine, prompts: Sequence[list[int]], **sampling: Any
+) -> list[GenerateRequest]:
+    body = {
+        "input_ids": list(prompts),
+        "sampling_params": {"max_new_tokens": 12, "ignore_eos": True} | sampling,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "return_routed_experts": True,
+    }
+    return parse_generate(body, engine.limits)[0]
+
+
+def ask(engine: Engine, prompts: Sequence[list[int]], **sampling: Any) -> list[Generated]:
+    return engine.submit(requests_for(engine, prompts, **sampling)).result(60)
+
+
+def test_both_shapes_compute_what_transformers_does(engine: Engine, reference_a: Reference) -> None:
+    """More sequences than slots, with prompts short and long enough to go through in one piece."""
+    prompts = [*PROMPTS, *PROMPTS[::-1], *PROMPTS]
+    for prompt, result in zip(prompts, ask(engine, prompts), strict=True):
+        tokens = prompt + result.token_ids
+        expected = reference_a.logprobs(tokens)
+        got = torch.tensor([*(result.input_logprobs or []), *result.logprobs])
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        assert result.routing is not None
+        np.testing.assert_array_equal(result.routing, reference_a.routing(tokens)[:-1])
+
+
+def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
+    model_a: Path, reference_a: Reference
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = Engine(slot_model(model_a, dtype="bf16"), NoWeights())
+    engine.start()
+    results = ask(engine, PROMPTS[1:3])
+    engine.stop()
+    plain = AutoModelForCausalLM.from_pretrained(model_a, dtype=torch.bfloat16).eval()
+    ours, theirs = [], []
+    for prompt, result in zip(PROMPTS[1:3], results, strict=True):
+        tokens = prompt + result.token_ids
+        exact = reference_a.logprobs(tokens)
+        with torch.no_grad():
+            logits = plain(torch.tensor([tokens])).logits[0, :-1].float()
+        rounded = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None]).squeeze(1)
+        got = torch.tensor([*(result.input_logprobs or []), *result.logprobs])
+        ours.append((got - exact).abs())
+        theirs.append((rounded - exact).abs())
+    assert torch.cat(ours).mean() < 2 * torch.cat(theirs).mean()
+
+
+def test_a_step_that_fails_fails_its_requests_and_not_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = engine.model.module.lm_head.weight
+    kept = weight.clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    with pytest.raises(ServerError, match="not finite"):
+        ask(engine, PROMPTS[:2])
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert len(ask(engine, PROMPTS[:2])[0].token_ids) == 12
+
+
+def test_nan_in_a_cache_does_not_reach_the_next_sequence(engine: Engine) -> None:
+    before = [r.logprobs for r in ask(engine, PROMPTS, sampling_seed=4)]
+    norm = engine.model.module.model.layers[0].input_layernorm.weight
+    kept = norm.clone()
+    with torch.no_grad():
+        norm.fill_(float("nan"))
+    with pytest.raises(ServerError):
+        ask(engine, [[3] * 40] * 6)
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert [r.logprobs for r in ask(engine, PROMPTS, sampling_seed=4)] == before
+
+
+@pytest.mark.parametrize("at", ["receive", "end"])
+def test_a_failed_update_ends_every_request_and_takes_no_more(engine: Engine, at: str) -> None:
+    engine.pause("retract").result(10)
+    held = engine.submit(requests_for(engine, PROMPTS))
+    engine.begin_update().result(10)
+    if at == "receive":
+        broken = engine.receive([], group="g", flattened=True)
+    else:
+        broken = engine.end_update()
+    with pytest.raises(ServerError):
+        broken.result(10)
+    for future in (held, engine.submit(requests_for(engine, PROMPTS))):
+        with pytest.raises(Unusable, match="the sender is gone|nothing was received"):
+            future.result(10)
+    engine.load_folder(engine.model.folder, "9", abort=False).result(60)
+    engine.resume().result(10)
+    assert ask(engine, PROMPTS[:1])[0].versions == [("9", 0)]
+
+
+def test_stopping_fails_what_waits(model_a: Path) -> None:
+    engine = Engine(slot_model(model_a), NoWeights())
+    engine.start()
+    engine.pause("in_place").result(10)
+    waiting = engine.submit(requests_for(engine, PROMPTS))
+    engine.stop()
+    with pytest.raises(ServerError, match="shutting down"):
+        waiting.result(10)
+
+
+def test_models_that_cannot_be_served_are_refused(model_a: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        slot_model(tmp_path)
+    with pytest.raises(ConfigError, match="dtype: found 'fp16'"):
+        slot_model(model_a, dtype="fp16")
+    with pytest.raises(ConfigError, match=r"context_length: found 4096; accepted: up to 128"):
+        slot_model(model_a, context_length=4096)
+    (tmp_path / "config.json").write_text((model_a / "config.json").read_text())
+    with pytest.raises(DataError, match="cannot be loaded"):
+        slot_model(tmp_path)
+
+
+def test_code_that_lies_in_a_model_folder_is_never_run(model_a: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    config = (model_a / "config.json").read_text().replace("qwen3_moe", "nothing_known")
+    config = config.replace("{", '{"auto_map": {"AutoModelForCausalLM": "evil.Evil"},', 1)
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
+    with pytest.raises(DataError):
+        slot_model(tmp_path)
+    assert not marker.exists()
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_each_other() -> None:
+    """Chi-square over 64 bins (63 degrees of freedom: below 117 in all but 1 of 20,000), along seeds,
+    along positions, and for the pairs of neighbours."""
+    n = 2**14
+    along = np.arange(n, dtype=np.uint64)
+    for draws in (uniforms(along, np.full_like(along, 7)), uniforms(np.full_like(along, 7), along)):
+        assert draws.min() >= 0 and draws.max() < 1
+        cells = np.floor(draws * 64).astype(int)
+        pairs = np.floor(draws[:-1] * 8).astype(int) * 8 + np.floor(draws[1:] * 8).astype(int)
+        for counts in (np.bincount(cells, minlength=64), np.bincount(pairs, minlength=64)):
+            expected = counts.sum() / 64
+            assert ((counts - expected) ** 2 / expected).sum() < 117
+
+
+def test_sampling_inverts_the_distribution() -> None:
+    logits = torch.tensor([[0.0, 1.0, -40.0, 2.0]]).log_softmax(-1)
+    bounds = logits.double().exp().cumsum(-1)[0]
+    for draw, token in ((0.0, 0), (float(bounds[0]) + 1e-9, 1), (float(bounds[1]) + 1e-9, 3)):
+        got, logprob = sample(logits, torch.ones(1), torch.tensor([draw], dtype=torch.float64))
+        assert got.item() == token and logprob.item() == logits[0, token].item()
+    highest = torch.tensor([1 - 2.0**-52], dtype=torch.float64)
+    certain = torch.tensor([[5.0, -1e9, -1e9]])
+    assert sample(certain, torch.ones(1), highest)[0].item() == 0  # never a token of probability 0
+    greedy, logprob = sample(logits, torch.zeros(1), highest)
+    assert greedy.item() == 3 and logprob.item() == logits[0, 3].item()
+
+
+def test_a_schedule_serves_in_order_and_never_shares_a_slot() -> None:
+    schedule = Schedule(3)
+    body = {"input_ids": [[1, 2, 3]] * 5, "sampling_params": {"max_new_tokens": 2}}
+    requests, _ = parse_generate(body, Limits(24, 64, True))
+    schedule.add(requests)
+    assert schedule.admit() == [0, 1, 2] and len(schedule.waiting) == 2
+    rows = schedule.rows(4)
+    assert [(s.slot, position) for s, position in rows] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    for sequence, position in rows:
+        sequence.done = position + 1
+    first = schedule.running[0]
+    first.accept(9, -1.0, "0")
+    assert [(s.slot, p) for s, p in schedule.rows(4)] == [(0, 3), (1, 1), (1, 2), (2, 0)]
+    schedule.finish([first])
+    assert schedule.admit() == [0]
+    assert sorted(s.slot for s in schedule.running if s.slot is not None) == [0, 1, 2]
+    order = [s.request.rid for s in (*schedule.running, *schedule.waiting)]
+    schedule.retract_all()
+    assert [s.request.rid for s in schedule.waiting] == order
+    assert all(s.done == 0 and s.slot is None for s in schedule.waiting)
+    assert schedule.admit() == [0, 1, 2]
