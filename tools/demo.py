@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = Path("runs/demo")
+LAUNCH = "launch/local.sh"
 NEEDED_RISE = 0.25
 WHAT_RL_LEARNED = """\
 What RL learned here: the warm-up taught two habits, a careless answer at once (every minus read as
@@ -39,110 +41,93 @@ def main() -> int:
     os.chdir(ROOT)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     start = time.monotonic()
-    phases: dict[str, float] = {}
+    commands = Commands()
     try:
-        summary = run(overrides, phases)
+        config = resolved(overrides)
+        prepare(commands, config["run"]["seed"], overrides)
+        reinforce(commands, overrides)
     except subprocess.CalledProcessError as e:
-        print(
-            f"\ndemo: this command failed with exit code {e.returncode}:\n  {shlex.join(e.cmd)}",
-            file=sys.stderr,
-        )
+        command = shlex.join(map(str, e.cmd))
+        print(f"\ndemo: exit code {e.returncode} from\n  {command}", file=sys.stderr)
         return 1
-    summary["seconds_run"] = round(time.monotonic() - start, 1)
-    summary["seconds_by_phase"] = {name: round(s, 1) for name, s in phases.items()}
-    (DEMO / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    return conclude(summary)
-
-
-def run(overrides: list[str], phases: dict[str, float]) -> dict[str, Any]:
-    """All steps; the summary without its timings."""
-    config = resolved(overrides)
-    seed = config["run"]["seed"]
-    shared = [o for o in overrides if o.startswith(("run.seed=", "parallel", "precision"))]
-    python = sys.executable
-
-    def step(phase: str, title: str, *command: str) -> None:
-        print(f"\n== {title}\n$ {shlex.join(command)}", flush=True)
-        begin = time.monotonic()
-        subprocess.run(command, check=True)
-        phases[phase] = phases.get(phase, 0.0) + time.monotonic() - begin
-
-    if not prepared(shared):
-        for path in ("model", "data", "model_megatron", "warmup", "hf_before"):
-            shutil.rmtree(DEMO / path, ignore_errors=True)
-        tool = f"{python} tools/"
-        step(
-            "model",
-            "a tiny mixture-of-experts model and its tokenizer, Hugging Face format",
-            *f"{tool}make_tiny_model.py {DEMO}/model --seed {seed}".split(),
-        )
-        step(
-            "data",
-            "problems from reasoning-gym; the held-out ones appear nowhere else",
-            *f"{tool}make_demo_data.py {DEMO}/data --seed {seed}".split(),
-        )
-        step(
-            "convert",
-            "to a distributed Megatron checkpoint",
-            *f"{tool}convert_hf_to_megatron.py {DEMO}/model {DEMO}/model_megatron".split(),
-        )
-        step(
-            "warmup",
-            "supervised warm-up on Megatron",
-            "launch/local.sh",
-            "configs/quickstart_warmup.yaml",
-            *shared,
-        )
-        step(
-            "export",
-            "the warmed-up model back to Hugging Face format",
-            *f"{tool}convert_megatron_to_hf.py {newest(DEMO / 'warmup')} {DEMO}/hf_before".split(),
-        )
-        step(
-            "measure",
-            "held-out accuracy before RL, measured by transformers alone",
-            *measure(python, "hf_before", "before.json"),
-        )
-        step(
-            "measure",
-            "the same, made to work the sum out first",
-            *measure(python, "hf_before", "forced.json"),
-            "--forced-think",
-        )
-        (DEMO / "prepared.json").write_text(json.dumps(stamp(shared)))
-    else:
-        print(f"model, data and warm-up are already in {DEMO} for these settings")
-    set_aside(DEMO / "rl")
-    shutil.rmtree(DEMO / "hf_after", ignore_errors=True)
-    step(
-        "rl",
-        "reinforcement learning: sample, reward, train, send the weights over, again",
-        "launch/local.sh",
-        "configs/quickstart.yaml",
-        f"model.load={newest(DEMO / 'warmup')}",
-        *overrides,
-    )
-    step(
-        "export",
-        "the trained model back to Hugging Face format",
-        *f"{python} tools/convert_megatron_to_hf.py {newest(DEMO / 'rl')} {DEMO}/hf_after".split(),
-    )
-    step(
-        "measure",
-        "held-out accuracy after RL, measured by transformers alone",
-        *measure(python, "hf_after", "after.json"),
-    )
-    return {
+    summary = {
         "accuracy_before": accuracy("before.json"),
         "accuracy_after": accuracy("after.json"),
         "accuracy_before_made_to_work": accuracy("forced.json"),
         "seconds_setup": seconds_setup(),
+        "seconds_run": round(time.monotonic() - start, 1),
+        "seconds_by_phase": commands.seconds,
         "layout": config["parallel"],
         "hf_before": str(DEMO / "hf_before"),
         "hf_after": str(DEMO / "hf_after"),
         "heldout": str(DEMO / "data/heldout.jsonl"),
         "report": str(DEMO / "rl/report.html"),
     }
+    (DEMO / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return conclude(summary)
+
+
+@dataclass
+class Commands:
+    """Runs what a user would type, shows it first, and keeps the time by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def tool(self, phase: str, title: str, script: str, *arguments: object) -> None:
+        self.run(phase, title, sys.executable, f"tools/{script}.py", *arguments)
+
+    def run(self, phase: str, title: str, *command: object) -> None:
+        words = [str(word) for word in command]
+        print(f"\n== {title}\n$ {shlex.join(words)}", flush=True)
+        begin = time.monotonic()
+        subprocess.run(words, check=True)
+        total = self.seconds.get(phase, 0.0) + time.monotonic() - begin
+        self.seconds[phase] = round(total, 1)
+
+    def measure(self, title: str, model: str, out: str, *options: str) -> None:
+        heldout = DEMO / "data/heldout.jsonl"
+        self.tool(
+            "measure", title, "eval_hf", DEMO / model, heldout, "--json", DEMO / out, *options
+        )
+
+
+def prepare(commands: Commands, seed: int, overrides: list[str]) -> None:
+    """Model, data, warm-up, and what the warmed-up model can do; kept from run to run."""
+    shared = [o for o in overrides if o.startswith(("run.seed=", "parallel", "precision"))]
+    if prepared(shared):
+        print(f"model, data and warm-up are already in {DEMO} for these settings")
+        return
+    for path in ("model", "data", "model_megatron", "warmup", "hf_before"):
+        shutil.rmtree(DEMO / path, ignore_errors=True)
+    model, megatron, warmup = DEMO / "model", DEMO / "model_megatron", DEMO / "warmup"
+    title = "a tiny mixture-of-experts model and its tokenizer, Hugging Face format"
+    commands.tool("model", title, "make_tiny_model", model, "--seed", seed)
+    title = "problems from reasoning-gym; the held-out ones appear nowhere else"
+    commands.tool("data", title, "make_demo_data", DEMO / "data", "--seed", seed)
+    title = "to a distributed Megatron checkpoint"
+    commands.tool("convert", title, "convert_hf_to_megatron", model, megatron)
+    title = "supervised warm-up on Megatron"
+    commands.run("warmup", title, LAUNCH, "configs/quickstart_warmup.yaml", *shared)
+    title = "the warmed-up model back to Hugging Face format"
+    commands.tool("export", title, "convert_megatron_to_hf", newest(warmup), DEMO / "hf_before")
+    title = "held-out accuracy before RL, measured by transformers alone"
+    commands.measure(title, "hf_before", "before.json")
+    title = "the same model, made to work the sum out first"
+    commands.measure(title, "hf_before", "forced.json", "--forced-think")
+    (DEMO / "prepared.json").write_text(json.dumps(stamp(shared)))
+
+
+def reinforce(commands: Commands, overrides: list[str]) -> None:
+    """The main job, and its result measured. An earlier run is moved aside."""
+    set_aside(DEMO / "rl")
+    shutil.rmtree(DEMO / "hf_after", ignore_errors=True)
+    title = "reinforcement learning: sample, reward, train, send the weights over, again"
+    load = f"model.load={newest(DEMO / 'warmup')}"
+    commands.run("rl", title, LAUNCH, "configs/quickstart.yaml", load, *overrides)
+    title = "the trained model back to Hugging Face format"
+    commands.tool("export", title, "convert_megatron_to_hf", newest(DEMO / "rl"), DEMO / "hf_after")
+    title = "held-out accuracy after RL, measured by transformers alone"
+    commands.measure(title, "hf_after", "after.json")
 
 
 def conclude(summary: dict[str, Any]) -> int:
@@ -186,11 +171,6 @@ def resolved(overrides: list[str]) -> dict[str, Any]:
 
     config: dict[str, Any] = yaml.safe_load(shown)
     return config
-
-
-def measure(python: str, model: str, out: str) -> list[str]:
-    heldout = f"{DEMO}/data/heldout.jsonl"
-    return [python, "tools/eval_hf.py", f"{DEMO}/{model}", heldout, "--json", f"{DEMO}/{out}"]
 
 
 def accuracy(name: str) -> float:

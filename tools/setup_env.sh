@@ -47,6 +47,10 @@ main() {
   # shellcheck disable=SC2086  # file names, without spaces
   step package "$(hash_of pyproject.toml setup.py $sources) $torch_build ${MEGARL_CUDA:-auto}" \
     "megarl and its compiled operators" install_megarl
+  # What set-up has cost so far, for the demo's summary; a repeat adds nothing worth counting.
+  local spent=0
+  [[ ! -f $stamps/seconds ]] || spent=$(<"$stamps/seconds")
+  echo $((spent + SECONDS)) >"$stamps/seconds"
   say "$venv is ready ($group)"
 }
 

@@ -8,6 +8,7 @@ from megarl.actor import cpu
 # Upstream tells on every start which of its optional parts are absent and which of its classes will
 # change: not about this run, and nothing a user of ours can act on.
 warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.(checkpoint|c10d_logger)")
 for _name in ("models.gpt.gpt_model", "distributed", "dist_checkpointing", "optimizer", "utils"):
     logging.getLogger(f"megatron.core.{_name}").setLevel(logging.ERROR)
 

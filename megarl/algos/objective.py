@@ -3,9 +3,13 @@
 ``loss = sum_t weight_t l_t`` over trained tokens; ``weight`` carries the whole normalisation
 (global counts), so microbatches, data-parallel and context-parallel ranks simply add. An empty row
 gives an exact zero that still runs backward through the model.
+
+Masked positions may hold anything, NaN included, in every field: they are selected away before
+anything is computed. Zeroing their losses would not do, because 0 * NaN in the backward pass of a
+sequence ratio reaches every token of the sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -29,8 +33,9 @@ class Objective:
         """(scalar loss f64 with gradient, metrics). Collective over the row's context-parallel
         ranks.
         """
+        inputs = _trained_only(inputs)
         token = SURROGATES[self.policy.name](inputs, segments, self.policy)
-        loss = torch.where(inputs.mask, token.loss.double() * inputs.weight.double(), 0.0).sum()
+        loss = (token.loss.double() * inputs.weight.double()).sum()
         with torch.no_grad():
             return loss, self._metrics(loss, token, inputs, segments)
 
@@ -76,3 +81,10 @@ class Objective:
                 for name, flag in token.seq_flags.items()
             ),
         ]
+
+
+def _trained_only(inputs: LossInputs) -> LossInputs:
+    """Every field 0 where the mask is False."""
+    mask = inputs.mask
+    names = [field.name for field in fields(inputs) if field.name != "mask"]
+    return LossInputs(**{n: torch.where(mask, getattr(inputs, n), 0.0) for n in names}, mask=mask)

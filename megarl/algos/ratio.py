@@ -4,7 +4,7 @@ token:     r_t = exp(clamp(d_t, -20, 20)), d = lp - lo; gradient 0 outside the c
 sequence:  s_i = exp(clamp(mean_t d_t, -20, 20)) over the trained tokens (GSPO, arXiv 2507.18071 eq.
 7)
 
-Masked positions may hold anything, NaN included: they are selected away, never multiplied by zero.
+``inputs`` are 0 at masked positions (``objective.py`` sees to it): their ratio is 1.
 """
 
 import torch
@@ -16,10 +16,8 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def token_log_ratio(inputs: LossInputs) -> torch.Tensor:
-    """f32 [T]: lp - lo at trained tokens, 0 elsewhere."""
-    lp = torch.where(inputs.mask, inputs.logprobs, 0.0)
-    lo = torch.where(inputs.mask, inputs.old_logprobs, 0.0)
-    return lp - lo
+    """f32 [T]: lp - lo."""
+    return inputs.logprobs - inputs.old_logprobs
 
 
 def token_ratio(inputs: LossInputs) -> torch.Tensor:

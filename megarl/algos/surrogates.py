@@ -27,12 +27,12 @@ class TokenLoss:
 
 def reinforce(inputs: LossInputs, segments: Segments, policy: ReinforcePolicy) -> TokenLoss:
     """l = -A lp."""
-    return TokenLoss(-inputs.advantages * torch.where(inputs.mask, inputs.logprobs, 0.0))
+    return TokenLoss(-inputs.advantages * inputs.logprobs)
 
 
 def sft(inputs: LossInputs, segments: Segments, policy: SftPolicy) -> TokenLoss:
     """l = -lp: the negative log-likelihood of demonstrations."""
-    return TokenLoss(-torch.where(inputs.mask, inputs.logprobs, 0.0), uses_ratio=False)
+    return TokenLoss(-inputs.logprobs, uses_ratio=False)
 
 
 def ppo_clip(inputs: LossInputs, segments: Segments, policy: PpoClipPolicy) -> TokenLoss:

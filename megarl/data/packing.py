@@ -47,8 +47,8 @@ def plan_rows(
     if too_long:
         i = too_long[0]
         raise DataError(
-            f"sample {i} has {lengths[i]} tokens, a row holds {row_tokens}; raise train.row_tokens "
-            f"or lower rollout.max_new_tokens ({len(too_long)} such samples)"
+            f"sample {i} has {lengths[i]} tokens ({sizes[i]} padded), a row holds {row_tokens}; "
+            f"raise train.row_tokens or lower rollout.max_new_tokens ({len(too_long)} such samples)"
         )
     count = padded(max(1, -(-sum(sizes) // row_tokens)), dp)
     while (bins := _fill(sizes, count, row_tokens)) is None:

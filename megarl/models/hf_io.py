@@ -105,26 +105,22 @@ def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
     """
     folder = Path(hf_dir)
     index = _read_index(folder)
-    stray = sorted({p.name for p in folder.glob("*.safetensors")} - set(index.values()))
+    files = [SINGLE] if index is None else sorted(set(index.values()))
+    stray = sorted({p.name for p in folder.glob("*.safetensors")} - set(files))
     if stray:
         raise DataError(f"{folder}: {', '.join(stray)} is not named in {INDEX}")
-    places: dict[str, _Place] = {}
-    for file in sorted(set(index.values())):
-        for name, place in _read_header(folder / file).items():
-            if name in places:
-                raise DataError(f"tensor {name} is both in {places[name].file} and in {place.file}")
-            if index.get(name, file) != file:
-                where = f"{INDEX} puts it in {index[name]}"
-                raise DataError(f"{place.file} holds tensor {name}, but {where}")
-            places[name] = place
-    if INDEX not in index:  # a real index, not the single file's stand-in
-        for name, file in index.items():
-            if name not in places:
-                raise DataError(f"{folder / file} lacks tensor {name}, which {INDEX} puts there")
-        for name, place in places.items():
-            if name not in index:
-                raise DataError(f"{place.file} holds tensor {name}, which {INDEX} does not name")
-    return HfCheckpoint(folder, places)
+    headers = {file: _read_header(folder / file) for file in files}
+    if index is None:
+        index = dict.fromkeys(headers[SINGLE], SINGLE)
+    for file, header in headers.items():
+        for name in header:
+            if index.get(name) != file:
+                but = f"puts it in {index[name]}" if name in index else "does not name it"
+                raise DataError(f"{folder / file} holds tensor {name}, but {INDEX} {but}")
+    for name, file in index.items():
+        if name not in headers[file]:
+            raise DataError(f"{folder / file} lacks tensor {name}, which {INDEX} puts there")
+    return HfCheckpoint(folder, {name: headers[file][name] for name, file in index.items()})
 
 
 def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
@@ -185,12 +181,12 @@ def write_checkpoint(
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    """{tensor: file}; ``{INDEX: SINGLE}``, which names no tensor, for one file without an index."""
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """{tensor: file}; None where one file needs no index."""
     path = folder / INDEX
     if not path.exists():
         if (folder / SINGLE).exists():
-            return {INDEX: SINGLE}
+            return None
         raise DataError(f"{folder} holds neither {SINGLE} nor {INDEX}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)

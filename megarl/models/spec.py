@@ -191,7 +191,9 @@ class ConfigReader:
 
     def _refuse_unsupported(self, layers: int) -> None:
         self.only("hidden_act", "silu")
-        for key in ("attention_bias", "mlp_bias", "use_sliding_window", "attn_output_gate"):
+        for key in ("attention_bias", "qkv_bias", "mlp_bias"):
+            self.only(key, False)
+        for key in ("use_sliding_window", "attn_output_gate"):
             self.only(key, False)
         self.only("use_qk_norm", True)
         self.only("attention_dropout", 0, 0.0)

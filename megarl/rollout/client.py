@@ -189,7 +189,8 @@ def read_completion(
     _expect(meta["id"] == rid, f"an answer to {meta['id']!r}", f"one to {rid!r}")
     _expect(finish in _FINISHES, f"finish reason {finish!r}", " or ".join(_FINISHES))
     _expect(all(type(t) is int for t in tokens), f"output_ids {tokens!r:.80}", "integers")
-    entries = meta.get("output_token_logprobs")
+    nothing: list[Any] | None = [] if finish == "abort" and count == 0 else None
+    entries = meta.get("output_token_logprobs", nothing)
     _expect(isinstance(entries, list), "no output_token_logprobs", f"{count} log-probs")
     _expect(len(entries) == count, f"{len(entries)} log-probs", f"{count}, one a token")
     values = [entry[0] for entry in entries]

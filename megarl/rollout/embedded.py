@@ -294,6 +294,9 @@ class Engine:
             raise
         self.unusable = None
         self.version = version or self.version
+        if self.paused != "in_place":  # who asked for that keeps keys of the old weights knowingly
+            self._schedule.retract_all()
+            self.model.cache.clear()
 
     def _load_folder(self, folder: Path, version: str | None, abort: bool) -> int:
         count = len(self._schedule.running)

@@ -123,6 +123,13 @@ class SlotCache(Cache):
         return self._kv_length, 0
 
     @torch.inference_mode()
+    def copy(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Copies whole slots."""
+        for store in (*self._keys.values(), *self._values.values()):
+            copied = store[torch.from_numpy(sources).to(store.device)]
+            store[torch.from_numpy(targets).to(store.device)] = copied
+
+    @torch.inference_mode()
     def clear(self, slots: list[int] | None = None) -> None:
         """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later
         one."""

@@ -4,7 +4,9 @@
    changes hands before its sequence is finished or retracted.
 2. Of a sequence's tokens the first `done` have their keys and values in its slot. The rest are fed
    in order; the row of the last one gives the distribution of the next token.
-3. Retracting returns a sequence to the front of the queue with `done = 0` and all its tokens: it
+3. Sequences with the same tokens that are admitted together compute them once: the first leads, the
+   others get no rows until its last token is fed, and then take over its keys, values and records.
+4. Retracting returns a sequence to the front of the queue with `done = 0` and all its tokens: it
    is fed again, under whatever weights there are then. What was recorded of a token when it was
    first fed (routing, input log-prob) stays: it belongs to the weights that sampled.
 """
@@ -57,10 +59,24 @@ class Sampled:
     input_logprobs: list[float] = field(default_factory=list)
     routing: NDArray[np.int32] | None = None  # [capacity, M, K]
     routed: int = 0  # rows of `routing` that are recorded
+    leader: "Sampled | None" = None  # computes these tokens for us
+    followers: list["Sampled"] = field(default_factory=list)
 
     @property
     def num_sampled(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def members(self) -> list["Sampled"]:
+        """All for whom this one's rows are computed."""
+        return [self, *self.followers]
+
+    def dismiss(self) -> list["Sampled"]:
+        """Lets the followers go on by themselves, as far as this one is; returns them."""
+        followers, self.followers = self.followers, []
+        for follower in followers:
+            follower.leader, follower.done = None, self.done
+        return followers
 
     def record_routing(self, position: int, experts: NDArray[np.int32]) -> None:
         """`experts` [M, K] of the token at `position`; the first record stands."""
@@ -129,19 +145,21 @@ class Schedule:
     def admit(self) -> list[int]:
         """Gives free slots (lowest first) to who waits longest; returns the slots newly taken."""
         taken = []
+        leaders: dict[tuple[int, ...], Sampled] = {}
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
             sequence.slot = heapq.heappop(self._free)
             taken.append(sequence.slot)
             self.running.append(sequence)
+            _follow(leaders.setdefault(tuple(sequence.tokens), sequence), sequence)
         return taken
 
     def rows(self, budget: int) -> list[tuple[Sampled, int]]:
         """At most `budget` (sequence, position): first one for everyone who only lacks its newest
         token, then prompts, oldest first, as many tokens as fit."""
-        newest = [(s, s.done) for s in self.running if len(s.tokens) - s.done == 1]
-        rows = newest[:budget]
-        for sequence in self.running:
+        leading = [s for s in self.running if s.leader is None]
+        rows = [(s, s.done) for s in leading if len(s.tokens) - s.done == 1][:budget]
+        for sequence in leading:
             if len(rows) >= budget:
                 break
             if len(sequence.tokens) - sequence.done > 1:
@@ -152,7 +170,8 @@ class Schedule:
     def retract_all(self) -> None:
         for sequence in reversed(self.running):
             self._vacate(sequence)
-            sequence.done = 0
+            sequence.leader, sequence.done = None, 0
+            sequence.followers.clear()
             self.waiting.appendleft(sequence)
         self.running.clear()
 
@@ -163,6 +182,12 @@ class Schedule:
         gone = set(map(id, sequences))
         for sequence in sequences:
             self._vacate(sequence)
+            if sequence.leader is not None:
+                sequence.leader.followers.remove(sequence)
+            heirs = [s for s in sequence.dismiss() if id(s) not in gone]
+            for heir in heirs:  # the leader's keys and values are lost: the next one starts over
+                heir.done = 0
+                _follow(heirs[0], heir)
         self.running = [s for s in self.running if id(s) not in gone]
 
     def take(self, rids: Iterable[str] | None) -> list[Sampled]:
@@ -180,3 +205,9 @@ class Schedule:
         assert sequence.slot is not None, sequence.request.rid
         heapq.heappush(self._free, sequence.slot)
         sequence.slot = None
+
+
+def _follow(leader: Sampled, sequence: Sampled) -> None:
+    if sequence is not leader:
+        sequence.leader = leader
+        leader.followers.append(sequence)

@@ -4,6 +4,8 @@ Prompt tokens give nothing but keys and values (and what was asked to be recorde
 of a sequence's newest token gives the distribution its next token is drawn from.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -34,7 +36,7 @@ class Stepper:
             self._model.cache.clear(taken)
         if not self._model.fixed_shape:
             for sequence in list(self._schedule.running):
-                if len(sequence.tokens) - sequence.done >= CHUNK_FROM:
+                if sequence.leader is None and len(sequence.tokens) - sequence.done >= CHUNK_FROM:
                     finished += self._feed_chunk(sequence, version)
         rows = self._schedule.rows(self._model.num_slots)
         if rows:
@@ -50,14 +52,14 @@ class Stepper:
         slots = np.full(size, self._model.num_slots, np.int64)
         tokens[at] = [sequence.tokens[position] for sequence, position in rows]
         positions[at] = [position for _, position in rows]
-        slots[at] = _slots(rows)
+        slots[at] = _slots([sequence for sequence, _ in rows])
         logits, experts = self._model.forward_rows(tokens, positions, slots)
         return self._read_out(rows, at, logits, None if experts is None else experts[at], version)
 
     def _feed_chunk(self, sequence: Sampled, version: str) -> Finished:
         start = sequence.done
         rows = [(sequence, position) for position in range(start, len(sequence.tokens))]
-        every = any(sequence.wants_input_logprob(position) for _, position in rows)
+        every = any(m.wants_input_logprob(p) for m in sequence.members for _, p in rows)
         assert sequence.slot is not None
         logits, experts = self._model.forward_chunk(
             np.array(sequence.tokens[start:]), start, sequence.slot, all_logits=every
@@ -78,23 +80,37 @@ class Stepper:
         `rows[j]`."""
         _read_input_logprobs(rows, at, logits)
         last: list[tuple[Sampled, int]] = []
+        copies: list[tuple[Sampled, Sampled]] = []
         for j, (sequence, position) in enumerate(rows):
             sequence.done = position + 1
             if experts is not None:
-                sequence.record_routing(position, experts[j])
+                for member in sequence.members:
+                    member.record_routing(position, experts[j])
             if sequence.done == len(sequence.tokens):
-                last.append((sequence, int(at[j])))
+                last += [(member, int(at[j])) for member in sequence.members]
+                copies += [(sequence, follower) for follower in sequence.dismiss()]
+        if copies:
+            sources, targets = zip(*copies, strict=True)
+            self._model.cache.copy(_slots(sources), _slots(targets))
         if not last:
             return []
-        places = np.array([row for _, row in last])
-        return self._sample([s for s, _ in last], places, logits, version)
+        sequences = [sequence for sequence, _ in last]
+        return self._sample(sequences, np.array([row for _, row in last]), logits, version)
 
     def _sample(
         self, sequences: list[Sampled], at: NDArray[np.int64], logits: torch.Tensor, version: str
     ) -> Finished:
-        if not self._model.fixed_shape:  # fixed shape samples idle rows too, and drops them
-            logits, at = logits[torch.from_numpy(at).to(logits.device)], np.arange(len(sequences))
-        size = logits.shape[0]
+        """One token for each; `at[i]` is the row of `logits` that `sequences[i]` draws from.
+
+        In fixed shape a sequence draws in the row of its slot; other rows draw to no purpose."""
+        if self._model.fixed_shape:
+            size, rows = self._model.num_slots, at
+            at = _slots(sequences)
+            index = np.zeros(size, np.int64)
+            index[at] = rows
+        else:
+            size, index, at = len(sequences), at, np.arange(len(sequences))
+        logits = logits[torch.from_numpy(index).to(logits.device)]
         temperatures, draws = np.ones(size, np.float32), np.full(size, 0.5)
         temperatures[at] = [s.request.sampling.temperature for s in sequences]
         draws[at] = uniforms(
@@ -127,22 +143,23 @@ class Stepper:
 def _read_input_logprobs(
     rows: list[tuple[Sampled, int]], at: NDArray[np.int64], logits: torch.Tensor
 ) -> None:
-    if not any(sequence.wants_input_logprob(position) for sequence, position in rows):
+    if not any(m.wants_input_logprob(position) for s, position in rows for m in s.members):
         return
     logprobs = torch.log_softmax(logits, dim=-1)
     for j, (sequence, position) in enumerate(rows):
-        if sequence.wants_input_logprob(position):  # asks again: each answer makes the next due
-            following = sequence.tokens[position + 1]
-            sequence.input_logprobs.append(float(logprobs[int(at[j]), following]))
+        for member in sequence.members:
+            if member.wants_input_logprob(position):  # asks again: each makes the next one due
+                following = member.tokens[position + 1]
+                member.input_logprobs.append(float(logprobs[int(at[j]), following]))
 
 
 def _places(rows: list[tuple[Sampled, int]], size: int) -> NDArray[np.int64]:
     """Where in a batch of `size` each row goes: at its slot if all fit there, else one after
     another."""
-    slots = _slots(rows)
+    slots = _slots([sequence for sequence, _ in rows])
     fits = len(np.unique(slots)) == len(slots) and int(slots.max()) < size
     return slots if fits else np.arange(len(rows))
 
 
-def _slots(rows: list[tuple[Sampled, int]]) -> NDArray[np.int64]:
-    return np.array([sequence.slot for sequence, _ in rows], np.int64)
+def _slots(sequences: Sequence[Sampled]) -> NDArray[np.int64]:
+    return np.array([sequence.slot for sequence in sequences], np.int64)

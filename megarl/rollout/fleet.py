@@ -11,6 +11,8 @@ import contextlib
 import json
 import logging
 import os
+import random
+import re
 import signal
 import socket
 import subprocess
@@ -39,7 +41,9 @@ _TAIL_BYTES = 3000
 _PORT_TRIES = 3
 _SGLANG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # What torchrun tells its workers is not for servers, which would join the trainer's world.
-_NOT_INHERITED = ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE", "MASTER_")
+_NOT_INHERITED = re.compile(
+    r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+)
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,8 @@ class _Starter:
             except BaseException:
                 server.stop()
                 raise
+            if not server.running:  # too early for its watcher to have told anybody
+                raise ServerError(f"{server.name} died: {server.cause()}")
             log.info("%s: %s, log %s", server.name, server.url, server.log_file)
             return server
         raise AssertionError("unreachable")
@@ -225,7 +231,7 @@ class _Starter:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)},
+                env={k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)},
             )
         server = ManagedServer(f"server {index}", process, log_file, self.key)
 
@@ -351,9 +357,11 @@ def _is_server(pid: int) -> bool:
 
 
 def _free_port() -> int:
-    with socket.create_server((_HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Outside the range the system hands out itself: SGLang binds it half a minute later."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server((_HOST, port)):
+            return port
 
 
 def _open_private(path: Path, mode: str = "a") -> IO[bytes]:

@@ -83,6 +83,24 @@ def test_old_keys_mean_the_same(saved: Saved, tmp_path: Path) -> None:
     assert read_spec(edited(saved("moe"), tmp_path / "m", **old)) == read_spec(saved("moe"))
 
 
+def test_harmless_keys_of_published_models_pass(saved: Saved, tmp_path: Path) -> None:
+    """As in Qwen3-30B-A3B, its successors, and Qwen3-Coder."""
+    published = {
+        "rope_scaling": None,
+        "sliding_window": None,
+        "max_window_layers": 48,
+        "qkv_bias": False,
+        "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 4,
+        "transformers_version": "4.51.0",
+    }
+    assert read_spec(edited(saved("moe"), tmp_path / "m", **published)) == read_spec(saved("moe"))
+
+
 def test_absent_keys_take_transformers_values(saved: Saved, tmp_path: Path) -> None:
     absent = ("rope_parameters", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
     changes = dict.fromkeys((*absent, "head_dim", "tie_word_embeddings"), ABSENT)

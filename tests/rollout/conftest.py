@@ -1,4 +1,5 @@
-"""Tiny models, their plain transformers forward as the reference, and a real server in its own process."""
+"""Tiny models, their plain transformers forward as the reference, and a real server in its own
+process."""
 
 import json
 import time
@@ -21,7 +22,7 @@ SLOTS, CONTEXT = 64, 64
 
 
 def write_tiny_model(folder: Path, seed: int) -> Path:
-    """A random Qwen3-MoE whose distributions are far from uniform and whose end token is not rare."""
+    """A random Qwen3-MoE: distributions far from uniform, an end token that is not rare."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(

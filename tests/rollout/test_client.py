@@ -278,7 +278,8 @@ def test_a_group_from_the_real_server(server: Server, reference_a: Reference) ->
 
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_control_takes_nothing_but_success(op: str) -> None:
-    """200 with success false, an error status, silence and rubbish: an error naming server and call."""
+    """200 with success false, an error status, silence and rubbish: an error naming server and
+    call."""
 
     async def check() -> None:
         answers: list[Any] = [

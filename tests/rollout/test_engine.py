@@ -133,7 +133,11 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(engine: Engine) -> None
         ask(engine, [[3] * 40] * 6)
     with torch.no_grad():
         norm.copy_(kept)
-    assert [r.logprobs for r in ask(engine, PROMPTS, sampling_seed=4)] == before
+    after = [r.logprobs for r in ask(engine, PROMPTS, sampling_seed=4)]
+    if engine.model.fixed_shape:
+        assert after == before
+    else:  # here rows' bits depend on their neighbours
+        torch.testing.assert_close(torch.tensor(after), torch.tensor(before), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("at", ["receive", "end"])
@@ -148,7 +152,7 @@ def test_a_failed_update_ends_every_request_and_takes_no_more(engine: Engine, at
     with pytest.raises(ServerError):
         broken.result(10)
     for future in (held, engine.submit(requests_for(engine, PROMPTS))):
-        with pytest.raises(Unusable, match="the sender is gone|nothing was received"):
+        with pytest.raises(Unusable, match=r"the sender is gone|nothing was received"):
             future.result(10)
     engine.load_folder(engine.model.folder, "9", abort=False).result(60)
     engine.resume().result(10)
@@ -168,7 +172,7 @@ def test_stopping_fails_what_waits(model_a: Path) -> None:
 def test_models_that_cannot_be_served_are_refused(model_a: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         slot_model(tmp_path)
-    with pytest.raises(ConfigError, match="dtype: found 'fp16'"):
+    with pytest.raises(ConfigError, match="dtype: found fp16"):
         slot_model(model_a, dtype="fp16")
     with pytest.raises(ConfigError, match=r"context_length: found 4096; accepted: up to 128"):
         slot_model(model_a, context_length=4096)
@@ -189,8 +193,8 @@ def test_code_that_lies_in_a_model_folder_is_never_run(model_a: Path, tmp_path: 
 
 
 def test_uniform_numbers_are_uniform_and_independent_of_each_other() -> None:
-    """Chi-square over 64 bins (63 degrees of freedom: below 117 in all but 1 of 20,000), along seeds,
-    along positions, and for the pairs of neighbours."""
+    """Chi-square over 64 bins (63 degrees of freedom: below 117 in all but 1 of 20,000), along
+    seeds, along positions, and for the pairs of neighbours."""
     n = 2**14
     along = np.arange(n, dtype=np.uint64)
     for draws in (uniforms(along, np.full_like(along, 7)), uniforms(np.full_like(along, 7), along)):
@@ -215,11 +219,15 @@ def test_sampling_inverts_the_distribution() -> None:
     assert greedy.item() == 3 and logprob.item() == logits[0, 3].item()
 
 
+def schedule_with(prompts: list[list[int]], num_slots: int) -> Schedule:
+    schedule = Schedule(num_slots)
+    body = {"input_ids": prompts, "sampling_params": {"max_new_tokens": 2}}
+    schedule.add(parse_generate(body, Limits(24, 64, True))[0])
+    return schedule
+
+
 def test_a_schedule_serves_in_order_and_never_shares_a_slot() -> None:
-    schedule = Schedule(3)
-    body = {"input_ids": [[1, 2, 3]] * 5, "sampling_params": {"max_new_tokens": 2}}
-    requests, _ = parse_generate(body, Limits(24, 64, True))
-    schedule.add(requests)
+    schedule = schedule_with([[1, 2, i] for i in range(5)], 3)
     assert schedule.admit() == [0, 1, 2] and len(schedule.waiting) == 2
     rows = schedule.rows(4)
     assert [(s.slot, position) for s, position in rows] == [(0, 0), (0, 1), (0, 2), (1, 0)]
@@ -236,3 +244,20 @@ def test_a_schedule_serves_in_order_and_never_shares_a_slot() -> None:
     assert [s.request.rid for s in schedule.waiting] == order
     assert all(s.done == 0 and s.slot is None for s in schedule.waiting)
     assert schedule.admit() == [0, 1, 2]
+
+
+def test_equal_prompts_are_fed_once_and_survive_the_loss_of_their_leader() -> None:
+    schedule = schedule_with([[1, 2, 3]] * 3 + [[4, 5]], 4)
+    schedule.admit()
+    a, b, c, other = schedule.running
+    rows = schedule.rows(4)
+    assert rows == [(a, 0), (a, 1), (a, 2), (other, 0)]
+    a.done = 2
+    schedule.take([a.request.rid])
+    assert b.members == [b, c] and c.leader is b and (b.done, c.done) == (0, 0)
+    assert schedule.rows(9) == [(b, 0), (b, 1), (b, 2), (other, 0), (other, 1)]
+    schedule.take([c.request.rid])
+    assert b.members == [b]
+    schedule.retract_all()
+    schedule.admit()
+    assert b.leader is None and b.members == [b]

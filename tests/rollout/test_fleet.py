@@ -71,9 +71,7 @@ def child_of(log: str) -> int:
 def test_a_server_that_dies_is_reported_with_its_cause(model_a: Path, tmp_path: Path) -> None:
     run, deaths = RunDir(tmp_path), Deaths()
     run.server(0).write_text(json.dumps({"pid": 2**22, "host": os.uname().nodename}))  # stale
-    fleet = start_fleet(
-        server_section(), run_dir=run, model=model_a, dtype="fp32", on_death=deaths
-    )
+    fleet = start_fleet(server_section(), run_dir=run, model=model_a, dtype="fp32", on_death=deaths)
     server = fleet.managed[0]
     with pytest.raises(ServerError, match=f"still runs \\(pid {server.process.pid}\\)"):
         start_fleet(server_section(), run_dir=run, model=model_a, dtype="fp32", on_death=deaths)

@@ -38,7 +38,8 @@ def require_sglang() -> Path:
 
     Skips the test where that fails, or fails it when MEGARL_REQUIRE_SGLANG=1.
     """
-    done = subprocess.run([INSTALL, VENV], capture_output=True, text=True, check=False)
+    env = {"PYTHON": sys.executable, **os.environ}
+    done = subprocess.run([INSTALL, VENV], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = f"SGLang cannot be installed here: {(done.stderr or done.stdout).strip()}"
         if os.environ.get("MEGARL_REQUIRE_SGLANG") == "1":

@@ -55,6 +55,14 @@ def group(
         yield group
 
 
+@pytest.fixture(autouse=True)
+def closed_again(sglang_server: SGLangServer) -> Iterator[None]:
+    """A test that fails midway must not leave the shared server paused or in an update."""
+    yield
+    sglang_server.post("/end_weight_update")  # refused where none is open
+    sglang_server.post("/continue_generation")
+
+
 def test_requests_without_the_key_or_with_another_are_refused(sglang_server):
     for path, key in (
         ("/generate", None),
@@ -138,10 +146,8 @@ def test_weights_pushed_over_a_group_arrive_bit_for_bit_and_are_served(
     assert received(sglang_server)[0] == digests(weights)
     logprobs = prompt_logprobs(sglang_server)
     assert logprobs == pytest.approx(reference(tiny_models.b, PROMPT)["logprobs"], abs=TOLERANCE)
-    assert (
-        sglang_server.request("GET", "/model_info", key=sglang_server.key)[1]["weight_version"]
-        == "after"
-    )
+    _, info = sglang_server.request("GET", "/model_info", key=sglang_server.key)
+    assert info["weight_version"] == "after"
 
     # The request that lived through the push says which token came from which weights.
     meta = running.result(timeout=60)["meta_info"]

@@ -1,4 +1,4 @@
-"""The sending end of a weight group in a process of its own: two members cannot share one process."""
+"""The sending end of a weight group, in a process of its own: members cannot share one."""
 
 import multiprocessing
 from collections.abc import Sequence

@@ -1,0 +1,225 @@
+"""Which sample lies in which row, and what a row then holds."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.packing import RowPlan, build_row, plan_rows
+from megarl.errors import DataError
+from megarl.types import PackedBatch, Sample
+
+
+def sample(tokens: Sequence[int], mask: Sequence[int], logprobs: Sequence[float] | None = None):
+    return Sample(
+        prompt_id="p",
+        group=0,
+        index=0,
+        tokens=np.array(tokens, np.int32),
+        mask=np.array(mask, bool),
+        rollout_logprobs=np.array(logprobs or [0.0] * len(tokens), np.float32),
+        rewards=np.zeros(1, np.float32),
+        correct=False,
+        truncated=False,
+    )
+
+
+def assert_plan(
+    plan: RowPlan, lengths: Sequence[int], *, row_tokens: int, dp: int, segment: int, row: int
+) -> None:
+    """The promises of ``packing.py``, by their numbers there, and alignment."""
+    assert len(plan.rows) == dp
+    flat = [r for rank in plan.rows for r in rank]
+    sizes = [sum(-(-lengths[i] // segment) * segment for i in r) for r in flat]
+    assert all(size <= row_tokens for size in sizes)  # 2
+    assert len({len(rank) for rank in plan.rows}) == 1  # 3
+    assert len(plan.rows[0]) >= 1
+    assert plan.length >= max(sizes) and plan.length > 0  # 4
+    assert plan.length < max([*sizes, 1]) + row  # and no longer than it must be
+    assert plan.length % row == 0
+    placed = Counter(i for r in flat for i in r)
+    assert placed == Counter(range(len(lengths)))  # 5, as multisets
+    assert all(r == sorted(r) for r in flat)
+
+
+def padding_share(plan: RowPlan, lengths: Sequence[int]) -> float:
+    count = sum(len(rank) for rank in plan.rows)
+    return 1 - sum(lengths) / (count * plan.length)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "dp", "row_tokens"),
+    [
+        ([20 + i % 7 for i in range(206)], 4, 128),  # 206 samples do not divide by 4
+        ([20, 30, 40], 4, 128),  # fewer samples than ranks
+        ([], 2, 128),  # none at all
+        ([900], 2, 1000),
+        ([900, 900, 900, 900], 2, 1000),  # two do not fit one row
+        ([1] * 9, 2, 1),  # rows of one token
+        ([128], 1, 128),  # exactly full
+    ],
+)
+def test_samples_are_placed_whatever_their_number(
+    lengths: list[int], dp: int, row_tokens: int
+) -> None:
+    plan = plan_rows(lengths, row_tokens=row_tokens, dp=dp)
+    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp, segment=1, row=1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=40),
+    dp=st.integers(1, 5),
+    cp=st.integers(1, 3),
+    tp=st.integers(1, 3),
+    slack=st.integers(0, 100),
+)
+def test_every_plan_keeps_its_promises(
+    lengths: list[int], dp: int, cp: int, tp: int, slack: int
+) -> None:
+    segment = 2 * cp if cp > 1 else 1
+    row = segment * tp
+    row_tokens = max([-(-n // segment) * segment for n in lengths], default=1) + slack
+    plan = plan_rows(
+        lengths, row_tokens=row_tokens, dp=dp, segment_multiple=segment, row_multiple=row
+    )
+    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp, segment=segment, row=row)
+
+
+def test_light_and_heavy_ranks_run_the_same_number_of_rows() -> None:
+    """Of lengths that one rank could not share: the others get rows without a sample."""
+    plan = plan_rows([900], row_tokens=1000, dp=3)
+    assert sorted(len(rank[0]) for rank in plan.rows) == [0, 0, 1]
+    assert [len(rank) for rank in plan.rows] == [1, 1, 1]
+
+
+def test_rows_are_even() -> None:
+    """A slow rank is what the others wait for: with 256 samples little of any row is padding."""
+    lengths = np.random.default_rng(0).integers(10, 200, 256).tolist()
+    plan = plan_rows(lengths, row_tokens=2048, dp=4)
+    assert padding_share(plan, lengths) < 0.05
+
+
+def test_a_sample_longer_than_a_row_is_refused_with_the_settings_to_change() -> None:
+    with pytest.raises(DataError) as error:
+        plan_rows([5, 1001, 3, 2000], row_tokens=1000, dp=2)
+    for fact in ("sample 1", "1001", "1000", "train.row_tokens", "2 such samples"):
+        assert fact in str(error.value)
+
+
+def test_a_sample_that_padding_makes_too_long_is_refused_with_its_padded_length() -> None:
+    assert plan_rows([10], row_tokens=10, dp=1).length == 10
+    with pytest.raises(DataError, match=r"sample 0 has 10 tokens.*12.*a row holds 11"):
+        plan_rows([10], row_tokens=11, dp=1, segment_multiple=4)
+
+
+# --- rows -----------------------------------------------------------------------------------------
+
+# The life of the sample in the docstring of types.py
+TOKENS = [9, 16, 11, 17, 8, 20, 2, 14, 17, 8, 3, 12, 1]
+TRAINED = [0] * 7 + [1] * 6
+LOGPROBS = [0.0] * 7 + [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]
+
+
+def build(samples: list[Sample], length: int, multiple: int = 1, **changes: Any) -> PackedBatch:
+    given = {
+        "advantages": [float(i + 1) for i in range(len(samples))],
+        "weights": [0.5 / (i + 1) for i in range(len(samples))],
+    }
+    return build_row(
+        samples, range(len(samples)), length=length, segment_multiple=multiple, **given | changes
+    )
+
+
+def f32(values: Sequence[float]) -> list[float]:
+    return np.array(values, np.float32).tolist()
+
+
+def test_entry_t_of_a_row_is_about_token_t_plus_1() -> None:
+    row = build([sample(TOKENS, TRAINED, LOGPROBS)], 13)
+    assert row.tokens.tolist() == TOKENS
+    assert row.targets.tolist() == [16, 11, 17, 8, 20, 2, 14, 17, 8, 3, 12, 1, 0]
+    assert row.mask.tolist() == [False] * 6 + [True] * 6 + [False]
+    assert row.valid.tolist() == [True] * 13
+    assert row.positions.tolist() == list(range(13))
+    assert row.rollout_logprobs.tolist() == f32([0] * 6 + LOGPROBS[7:] + [0])
+    assert row.advantages.tolist() == [0] * 6 + [1] * 6 + [0]
+    assert row.weight.tolist() == [0] * 6 + [0.5] * 6 + [0]
+    assert (row.cu_seqlens.tolist(), row.lengths.tolist(), row.samples) == ([0, 13], [13], (0,))
+    assert row.old_logprobs is None
+
+
+def test_padding_belongs_to_no_sample() -> None:
+    """Two samples of 3 and 5 tokens, each padded to 4k, in a row of 16."""
+    samples = [sample([1, 2, 3], [0, 1, 1]), sample([4, 5, 6, 7, 8], [0, 0, 0, 1, 1])]
+    row = build(samples, 16, multiple=4)
+    assert row.tokens.tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0]
+    assert row.targets.tolist() == [2, 3, 0, 0, 5, 6, 7, 8, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert row.positions.tolist() == [0, 1, 2, 3, *range(8), 0, 1, 2, 3]
+    assert row.cu_seqlens.tolist() == [0, 4, 12, 16]
+    assert row.lengths.tolist() == [3, 5, 0]
+    assert row.valid.nonzero().flatten().tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+    assert row.mask.nonzero().flatten().tolist() == [0, 1, 6, 7]
+    for values in (row.weight, row.advantages, row.rollout_logprobs):
+        assert (values[~row.mask] == 0).all()
+
+
+def test_holes_in_the_mask_carry_nothing_even_if_the_sample_does() -> None:
+    """Tokens of a tool's answer: in the row, seen by attention, never in a loss."""
+    hole = sample([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 1, 1], [7.0, -1, float("nan"), 8.0, -2, -3])
+    row = build([hole], 6, advantages=[2.0], weights=[1 / 3])
+    assert row.mask.tolist() == [True, False, False, True, True, False]
+    assert row.valid.all()
+    assert row.rollout_logprobs.tolist() == [-1, 0, 0, -2, -3, 0]
+    assert row.advantages.tolist() == [2, 0, 0, 2, 2, 0]
+    assert row.weight.tolist() == f32([1 / 3, 0, 0, 1 / 3, 1 / 3, 0])
+
+
+def test_a_row_without_samples_is_all_padding() -> None:
+    row = build([], 8, multiple=4)
+    assert not row.valid.any() and not row.mask.any()
+    assert (row.cu_seqlens.tolist(), row.lengths.tolist(), row.samples) == ([0, 8], [0], ())
+    assert row.weight.sum() == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), multiple=st.sampled_from([1, 4, 6]), extra=st.integers(0, 2))
+def test_every_row_gives_its_samples_back(data: st.DataObject, multiple: int, extra: int) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    samples = []
+    for n in lengths:
+        mask = [False, *data.draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))]
+        tokens = data.draw(st.lists(st.integers(0, 99), min_size=n, max_size=n))
+        samples.append(sample(tokens, mask, [-0.5 * m for m in mask]))
+    chosen = data.draw(st.permutations(range(len(samples))))
+    size = sum(-(-n // multiple) * multiple for n in lengths) + extra * multiple
+    row = build_row(
+        samples,
+        chosen,
+        advantages=[float(i) for i in range(len(samples))],
+        weights=[1.0] * len(samples),
+        length=size,
+        segment_multiple=multiple,
+    )
+    bounds = row.cu_seqlens.tolist()
+    assert bounds[0] == 0 and bounds[-1] == len(row.tokens) == size
+    assert all(b % multiple == 0 for b in bounds)
+    assert row.samples == tuple(chosen)
+    assert len(row.lengths) == len(bounds) - 1
+    for k, i in enumerate(chosen):
+        start, n = bounds[k], lengths[i]
+        assert row.lengths[k] == n
+        assert row.tokens[start : start + n].tolist() == samples[i].tokens.tolist()
+        for t in range(n - 1):
+            at = start + t
+            assert row.targets[at] == samples[i].tokens[t + 1]
+            assert row.mask[at] == samples[i].mask[t + 1]
+            assert row.rollout_logprobs[at] == -0.5 * samples[i].mask[t + 1]
+            assert row.advantages[at] == i * samples[i].mask[t + 1]
+        assert not row.mask[start + n - 1 : bounds[k + 1]].any()
+    assert int(row.valid.sum()) == sum(lengths)
+    assert int(row.mask.sum()) == sum(s.trained_tokens for s in samples)
