@@ -24,7 +24,7 @@ mkdir -p "$RUN_DIR/logs"
 
 "$python" -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$launch" \
   --local-addr=127.0.0.1 --nnodes=1 --nproc-per-node="$NPROC" --max-restarts=0 \
-  -m megarl.train "$@" 2>>"$RUN_DIR/logs/torchrun.log" &
+  -m megarl.train "$@" 2>"$RUN_DIR/logs/torchrun_${launch}_0.log" &
 job=$!
 signal=0
 trap 'signal=15; kill -TERM "$job" 2>/dev/null || true' TERM

@@ -209,12 +209,16 @@ def first_error(
     Exits with 1 if there is one.
     """
     from megarl.monitor.first_error import first_error as pick
-    from megarl.monitor.first_error import message_of, read_errors
+    from megarl.monitor.first_error import killed_ranks, message_of, read_errors
     from megarl.rundir import RunDir
 
     rundir = RunDir(run, launch) if launch else RunDir(run).last_launch()
     errors = read_errors(rundir.errors)
     first = pick(errors)
+    killed = killed_ranks([log.read_text("utf-8", "replace") for log in rundir.torchrun_logs()])
+    if killed and (first is None or first.follows):  # whoever is killed cannot say so itself
+        typer.echo("\n".join(killed))
+        raise typer.Exit(1)
     if first is not None:
         typer.echo(message_of(first, errors))
         raise typer.Exit(1)

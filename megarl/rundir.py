@@ -5,7 +5,7 @@
     config.yaml               the settings as given, loadable again
     config.resolved.json      every setting
     run.lock                  held (flock) by rank 0 while the run lives
-    logs/                     rank_N.log, server_K.log, torchrun.log
+    logs/                     rank_N.log, server_K.log, torchrun_LAUNCH_NODE.log
     errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
     metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
     samples/step_N.jsonl      samples for people
@@ -52,6 +52,10 @@ class RunDir:
     @property
     def errors(self) -> Path:
         return self.root / "errors" / self.launch
+
+    def torchrun_logs(self) -> list[Path]:
+        """What torchrun said in this start, one file a node."""
+        return sorted(self.logs.glob(f"torchrun_{self.launch}_*.log"))
 
     def last_launch(self) -> "RunDir":
         """The same directory, of the newest start that left an error."""

@@ -63,12 +63,12 @@ def reinforce(row: PackedBatch) -> tuple[float, torch.Tensor]:
     loss, _ = Objective(ReinforcePolicy())(inputs, Segments(row.cu_seqlens))
     loss.backward()
     assert logprobs.grad is not None
-    return float(loss), logprobs.grad
+    return float(loss.detach()), logprobs.grad
 
 
 # --- weights --------------------------------------------------------------------------------------
 
-# Sequence A: one token of loss 1. Sequence B: three tokens of loss 2, with a hole of a tool's answer.
+# Sequence A: one token of loss 1. Sequence B: three tokens of loss 2, around a tool's answer.
 A, B = sample(0, 2, [1]), sample(1, 2, [1, 1, 0, 0, 0, 1])
 EXPECTED = {  # loss, weight of a token of A, of a token of B
     "token_mean": (7 / 4, 1 / 4, 1 / 4),

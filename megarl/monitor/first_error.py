@@ -7,6 +7,7 @@ whatever the clocks of the nodes say; among equals the earliest counts.
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ _MESSAGE = re.compile(
     r"|peer.*(closed|gone|lost)|another rank|failed on rank \d+|sigterm|sigint",
     re.IGNORECASE,
 )
+# In torchrun's summary of failures.
+_KILLED = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode +: -(?P<signal>\d+) ")
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,19 @@ def read_errors(folder: Path) -> list[RankError]:
 
 def first_error(errors: Sequence[RankError]) -> RankError | None:
     return min(errors, key=lambda e: (e.follows, e.time, e.rank), default=None)
+
+
+def killed_ranks(torchrun_logs: Sequence[str]) -> list[str]:
+    """A line for every rank that a signal ended, other than torchrun's own SIGTERM to the rest."""
+    found = {
+        (int(m["rank"]), int(m["signal"])) for log in torchrun_logs for m in _KILLED.finditer(log)
+    }
+    return [
+        f"rank {rank} was ended by signal {number}"
+        + (" (out of memory? see dmesg)" if number == signal.SIGKILL else "")
+        for rank, number in sorted(found)
+        if number != signal.SIGTERM
+    ]
 
 
 def message_of(first: RankError, errors: Sequence[RankError]) -> str:

@@ -43,7 +43,7 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
         ),
     ),
     "load_path": (Call("/update_weights_from_disk", _given),),
-    "digest": (Call("/weights_checker", lambda p: {"action": "digest"}),),
+    "digest": (Call("/weights_checker", lambda p: {"action": "digest", "selector": "target"}),),
     "commit": (
         Call("/end_weight_update", _nothing),
         Call("/flush_cache", _nothing, json_reply=False),
@@ -73,7 +73,24 @@ class ServerControl:
         together).
         """
         calls = OPERATIONS[op]
-        return asyncio.run(self._run(op, calls, payload, timeout_s))
+        reply = asyncio.run(self._run(op, calls, payload, timeout_s))
+        return {"digests": self._digests(reply)} if op == "digest" else reply
+
+    def _digests(self, reply: Mapping[str, Any]) -> dict[str, str]:
+        """The embedded server's own, or those of SGLang with our plugin: a record of every tensor
+        parallel rank. All of them take whole tensors and must have taken the same."""
+        if isinstance(reply.get("digests"), dict):
+            return reply["digests"]
+        records = [rank.get("checksums") for rank in reply.get("ranks", ())]
+        if not records or not records[0]:
+            raise ServerError(
+                f"{self.name}: found no weight digests in the reply; expected: one for every tensor "
+                "(an SGLang server needs the plugin in megarl/sync/sglang_plugin)"
+            )
+        if any(record != records[0] for record in records):
+            raise ServerError(f"{self.name}: its {len(records)} ranks received different weights")
+        digests: dict[str, str] = records[0]
+        return digests
 
     async def _run(
         self, op: str, calls: tuple[Call, ...], payload: Mapping[str, Any], timeout_s: float

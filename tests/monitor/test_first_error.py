@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl.monitor.first_error import RankError, first_error, message_of, read_errors
+from megarl.monitor.first_error import (
+    RankError,
+    first_error,
+    killed_ranks,
+    message_of,
+    read_errors,
+)
 
 
 def error(time: float, rank: int, kind: str, message: str = "") -> RankError:
@@ -78,3 +84,24 @@ def test_files_are_read_and_a_torn_one_is_not_passed_over(tmp_path: Path) -> Non
     first = first_error(errors)
     assert first is not None and "rank_12.json" in first.message
     assert read_errors(tmp_path / "nowhere") == []
+
+
+def test_ranks_ended_by_a_signal_are_read_from_torchruns_summary():
+    log = """
+Failures:
+[1]:
+  time      : 2026-11-29_20:44:09
+  host      : node1
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 22400)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 22399)
+[2]:
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 22401)
+"""
+    assert killed_ranks([log]) == ["rank 1 was ended by signal 9 (out of memory? see dmesg)"]
+    assert killed_ranks([]) == []

@@ -311,3 +311,36 @@ def test_control_takes_nothing_but_success(op: str) -> None:
         await runner.cleanup()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"digests": {"a": "1"}}, {"a": "1"}),
+        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "1"}}]}, {"a": "1"}),
+        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "2"}}]}, "different weights"),
+        ({"ranks": [{"checksums": {}}]}, "no weight digests"),
+        ({"success": True}, "no weight digests"),
+    ],
+)
+def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) -> None:
+    async def check() -> None:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            assert await request.json() == {"action": "digest", "selector": "target"}
+            return web.json_response(reply)
+
+        app = web.Application()
+        app.router.add_post("/weights_checker", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
+        if isinstance(expected, dict):
+            got = await asyncio.to_thread(control.control, "digest", {}, 5)
+            assert got == {"digests": expected}
+        else:
+            with pytest.raises(ServerError, match=expected):
+                await asyncio.to_thread(control.control, "digest", {}, 5)
+        await runner.cleanup()
+
+    asyncio.run(check())

@@ -115,7 +115,7 @@ def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path: Path) -
             model=tmp_path,
             dtype="fp32",
             on_death=Deaths(),
-            embedded_command=("sleep", "300", "#"),
+            embedded_command=(sys.executable, "-c", "import time; time.sleep(300)"),
         )
     assert time.monotonic() - start < 5
 

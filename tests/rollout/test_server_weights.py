@@ -219,7 +219,7 @@ class Sender:
 def test_an_update_over_a_group_in_mid_generation(
     server: Server, crowd: Crowd, model_b: Path, reference_b: Reference, flat: bool, paused: bool
 ) -> None:
-    """With a pause by retraction, as a weight push does it, or with none: an open update suffices."""
+    """With a pause by retraction, as a weight push has it, or none: an open update will do."""
     future = crowd.start()
     with Sender(server, model_b) as sender:
         control = sender.control.control

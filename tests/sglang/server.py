@@ -77,12 +77,8 @@ class SGLangServer:
             *("--host", "127.0.0.1", "--port", str(self.port), "--api-key", self.key),
             *("--device", "cpu", "--dtype", dtype, "--skip-tokenizer-init"),
             *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *(
-                "--cuda-graph-backend-decode",
-                "disabled",
-                "--cuda-graph-backend-prefill",
-                "disabled",
-            ),
+            *("--cuda-graph-backend-decode", "disabled"),
+            *("--cuda-graph-backend-prefill", "disabled"),
             *("--max-total-tokens", "4096", "--max-running-requests", "8"),
             *("--enable-return-routed-experts", "--skip-server-warmup"),
             "--sleep-on-idle",  # an idle scheduler would spin on a core the other tests need

@@ -1,0 +1,90 @@
+"""The loop as a whole: sample, reward, train, sync, report, checkpoint, resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.conftest import Inputs, Launch
+
+pytestmark = pytest.mark.dist
+
+Start = Callable[..., Launch]
+
+
+def test_a_run_trains_syncs_reports_and_resumes(
+    launch: Start, inputs: Inputs, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    settings = ["eval.every=2", "monitor.record_rollouts=true"]
+    first = launch(inputs.rl(run, "run.steps=3", *settings))
+    assert first.wait() == 0, first.text()
+    first.assert_nothing_left()
+    metrics = first.metrics()
+    assert [m["step"] for m in metrics] == [0, 1, 2, 3]
+    assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
+    for m in metrics[1:]:
+        # fp32 on both sides: sampler and trainer agree to rounding, so the weights really went over
+        assert m["mismatch/max_logprob_diff"] < 2e-5, m
+        assert 0 < m["policy/entropy"] < np.log(24)
+        assert m["optim/grad_norm"] > 0
+    assert [m["step"] for m in metrics if "eval/accuracy" in m] == [0, 2, 3]
+    assert "<img" in (run / "report.html").read_text()
+    samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
+    assert {s["version"] for s in samples} == {2}  # sampled by the weights after step 2
+
+    again = launch(inputs.rl(run, "run.steps=3"))
+    assert again.wait() != 0
+    assert "already holds a run; set run.resume=true" in again.text()
+
+    resumed = launch(inputs.rl(run, "run.steps=4", "run.resume=true", *settings))
+    assert resumed.wait() == 0, resumed.text()
+    assert [m["step"] for m in resumed.metrics()] == [0, 1, 2, 3, 4]
+    assert resumed.metrics()[-1]["sync/version"] == 4
+    assert resumed.metrics()[-1]["mismatch/max_logprob_diff"] < 2e-5
+    assert_prompts_go_on(run, steps=4, per_step=8)
+
+
+def assert_prompts_go_on(run: Path, *, steps: int, per_step: int) -> None:
+    """No prompt twice within the first epoch, also across the stop."""
+    seen: list[str] = []
+    for step in range(1, steps + 1):
+        with np.load(run / f"rollouts/step_{step}.npz", allow_pickle=False) as file:
+            seen += sorted(set(file["prompt_id"].tolist()))
+    assert len(seen) == len(set(seen)) == steps * per_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{cp: 2}", "{dp: 2}", "{dp: 2, ep: 2}"])
+def test_every_layout_runs_by_changing_one_line(
+    launch: Start, inputs: Inputs, tmp_path: Path, layout: str
+) -> None:
+    one_line = tmp_path / "layout.yaml"
+    text = Path("configs/quickstart.yaml").read_text()
+    line = next(x for x in text.splitlines() if x.startswith("parallel:"))
+    configs = Path("configs").absolute()
+    text = text.replace(line, f"parallel: {layout}").replace("algos/", f"{configs}/algos/")
+    one_line.write_text(text)
+    arguments = inputs.rl(tmp_path / "run", "run.steps=3", "eval.every=3")
+    started = launch([str(one_line), *arguments[1:]])
+    assert started.wait() == 0, started.text()
+    metrics = started.metrics()
+    assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
+    assert all(m["mismatch/max_logprob_diff"] < 2e-5 for m in metrics[1:])
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_do_not_meet_and_repeat_each_other(
+    launch: Start, inputs: Inputs, tmp_path: Path
+) -> None:
+    """Same seed, other directory, at the same time: the same figures, to the last bit."""
+    both = [launch(inputs.rl(tmp_path / n, "run.steps=3", "eval.every=3")) for n in ("a", "b")]
+    assert [r.wait() for r in both] == [0, 0], [r.text() for r in both]
+    a, b = (r.metrics() for r in both)
+    for x, y in zip(a, b, strict=True):
+        timed = {k for k in x if k.startswith(("time", "perf/")) or "seconds" in k}
+        assert {k: v for k, v in x.items() if k not in timed} == {
+            k: v for k, v in y.items() if k not in timed
+        }
