@@ -25,6 +25,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", "--init-std", "0.1")
 
 
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's problems: prompts.jsonl, heldout.jsonl, warmup.jsonl."""
+    out = tmp_path_factory.mktemp("problems") / "data"
+    tool = str(ROOT / "tools" / "make_demo_data.py")
+    subprocess.run([sys.executable, tool, str(out)], check=True, timeout=120)
+    return out
+
+
 def make_tiny_model(out: Path, *arguments: str) -> Path:
     tool = str(ROOT / "tools" / "make_tiny_model.py")
     subprocess.run([sys.executable, tool, str(out), *arguments], check=True, timeout=120)

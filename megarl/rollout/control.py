@@ -77,8 +77,8 @@ class ServerControl:
         return {"digests": self._digests(reply)} if op == "digest" else reply
 
     def _digests(self, reply: Mapping[str, Any]) -> dict[str, str]:
-        """The embedded server's own, or those of SGLang with our plugin: a record of every tensor
-        parallel rank. All of them take whole tensors and must have taken the same."""
+        """The embedded server's own, or those of SGLang with our plugin: a record of every rank. All
+        ranks take whole tensors and must have taken the same."""
         if isinstance(reply.get("digests"), dict):
             return reply["digests"]
         records = [rank.get("checksums") for rank in reply.get("ranks", ())]

@@ -32,7 +32,7 @@ class Trainee:
     def steps(self, first: int, last: int) -> None:
         """Optimizer steps ``first`` to ``last - 1``."""
         for k in range(first, last):
-            plan = plan_for(self.actor, self.config, random_samples(8, 4, seed=k))
+            plan = plan_for(self.actor, self.config, random_samples(4, 4, seed=k))
             self.actor.logprobs(plan)
             metrics = self.actor.train(plan)
             values = {m.name: m.value for m in metrics}

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT, make_tiny_model
+from tests.conftest import ROOT
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Inputs:
             f"data.prompts={self.data}/prompts.jsonl",
             f"data.heldout={self.data}/heldout.jsonl",
             "data.prompts_per_step=8",
-            "rollout.max_running=64",
             "optim.warmup_steps=2",
             *overrides,
         ]
@@ -105,16 +104,12 @@ class Launch:
 
 
 @pytest.fixture(scope="session")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    folder = tmp_path_factory.mktemp("inputs")
-    hf = make_tiny_model(folder / "model", "--init-std", "0.1")
-    for tool, *arguments in (
-        ("convert_hf_to_megatron", str(hf), str(folder / "megatron")),
-        ("make_demo_data", str(folder / "data")),
-    ):
-        command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *arguments]
-        subprocess.run(command, check=True, timeout=180, stdout=subprocess.DEVNULL)
-    return Inputs(hf, folder / "megatron", folder / "data")
+def inputs(tiny_model: Path, demo_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    megatron = tmp_path_factory.mktemp("megatron") / "checkpoint"
+    tool = str(ROOT / "tools" / "convert_hf_to_megatron.py")
+    command = [sys.executable, tool, str(tiny_model), str(megatron)]
+    subprocess.run(command, check=True, timeout=180)
+    return Inputs(tiny_model, megatron, demo_data)
 
 
 @pytest.fixture

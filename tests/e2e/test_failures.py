@@ -1,4 +1,4 @@
-"""A run that cannot go on ends whole, soon, and says what was first; a stopped one keeps its work."""
+"""A run that cannot go on ends whole, soon, and says why; a stopped one keeps its work."""
 
 import os
 import signal
