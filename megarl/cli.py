@@ -83,8 +83,9 @@ def config_check(
         int | None, typer.Option(help="Ranks there will be; default: as many as the layout says.")
     ] = None,
     num_gpus: Annotated[
-        int | None, typer.Option(help="Devices of the whole job; default: those of this machine.")
+        int | None, typer.Option(help="Devices of the whole job; default: NODES times those here.")
     ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the job, all like this machine.")] = 1,
     paths: Annotated[bool, typer.Option(help="Look for the files that settings name.")] = True,
 ) -> None:
     """Check settings against each other, the model and the disk; print what they amount to.
@@ -100,7 +101,7 @@ def config_check(
     validate(
         config,
         world_size=world_size,
-        num_gpus=_num_gpus(config) if num_gpus is None else num_gpus,
+        num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
         supported_models=FAMILIES,
         check_paths=paths,
@@ -260,10 +261,7 @@ def _check_model(folder: Path) -> None:
         raise typer.Exit(2) from e
 
 
-def _num_gpus(config: "Config") -> int:
-    """Of this machine, where it matters: NCCL between trainer and servers wants them counted."""
-    if config.sync.backend != "nccl":
-        return 0
+def _local_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

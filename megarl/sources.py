@@ -336,13 +336,10 @@ def _collect_settings(config: Config) -> CollectSettings:
 
 
 def _backend(config: Config) -> str:
-    """NCCL needs a device per member: only where a server of ours could have one beside the
-    trainer's.
-    """
+    """NCCL needs a device per member; a server that we start shares its device with rank 0."""
     if config.sync.backend != "auto":
         return config.sync.backend
-    spare = torch.cuda.device_count() > config.parallel.tp * config.parallel.cp * config.parallel.dp
-    return "nccl" if torch.cuda.is_available() and (spare or config.rollout.urls) else "gloo"
+    return "nccl" if torch.cuda.is_available() and config.rollout.urls else "gloo"
 
 
 def _address_towards(url: str) -> str:

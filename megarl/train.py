@@ -35,6 +35,7 @@ class Job:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
     launch: str
 
     @classmethod
@@ -44,6 +45,7 @@ class Job:
             rank=int(get("RANK", "0")),
             local_rank=int(get("LOCAL_RANK", "0")),
             world_size=int(get("WORLD_SIZE", "1")),
+            local_world_size=int(get("LOCAL_WORLD_SIZE", "1")),
             launch=get("TORCHELASTIC_RUN_ID", str(os.getpid())),  # torchrun's --rdzv-id
         )
 
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     job = Job.from_environment()
     try:
         config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
-        check(config, job.world_size)
+        check(config, job)
     except ConfigError as e:
         if job.rank == 0:
             print(f"megarl: {e}", file=sys.stderr, flush=True)
@@ -80,12 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     return stop.exit_code
 
 
-def check(config: Config, world_size: int | None) -> None:
-    """Raise ConfigError with every problem of this configuration on this machine."""
+def check(config: Config, job: Job) -> None:
+    """Raise ConfigError with every problem of this configuration in this job of like nodes."""
     validate(
         config,
-        world_size=world_size,
-        num_gpus=torch.cuda.device_count(),
+        world_size=job.world_size,
+        num_gpus=torch.cuda.device_count() * (job.world_size // job.local_world_size),
         hf_config=read_hf_config(config.model.hf),
         supported_models=FAMILIES.keys(),
     )

@@ -199,9 +199,8 @@ class RolloutSection(Section):
 class SyncSection(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto: nccl where trainer and servers have devices of their own, else gloo through host
-    memory.
-    """
+    """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host
+    memory."""
     timeout_s: Seconds = 120.0
     """Deadline of every control call and of every bucket."""
 

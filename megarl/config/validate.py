@@ -171,15 +171,17 @@ def _is_server_url(url: str) -> bool:
 
 
 def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:
-    """NCCL wants a device of its own for every member of a group: trainer ranks and server."""
-    if config.run.mode != "rl" or config.sync.backend != "nccl":
-        return
+    """NCCL wants a device of its own for every member of a group, trainer ranks and servers."""
     p = config.parallel
     ranks = p.tp * p.pp * p.cp * p.dp
-    servers = 0 if config.rollout.urls else 1
-    if num_gpus < ranks + servers:
-        found = f"nccl with {num_gpus} devices"
-        accepted = (
-            f"gloo, or {ranks + servers} devices ({ranks} ranks and {servers} managed server)"
-        )
-        yield Problem("sync.backend", found, accepted)
+    if 0 < num_gpus < ranks:
+        found = f"{ranks} ranks for {num_gpus} GPUs"
+        yield Problem("parallel", found, "a GPU for every rank (world size = tp * pp * cp * dp)")
+    if config.run.mode != "rl" or config.sync.backend != "nccl":
+        return
+    if num_gpus < ranks:
+        accepted = f"gloo, or {ranks} devices, one a rank"
+        yield Problem("sync.backend", f"nccl with {num_gpus} devices", accepted)
+    if not config.rollout.urls:
+        found = "nccl with a server that the run starts, which shares its device with rank 0"
+        yield Problem("sync.backend", found, "gloo or auto, or servers named in rollout.urls")

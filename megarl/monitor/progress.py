@@ -16,6 +16,7 @@ COLUMNS = (
     ("grad norm", "optim/grad_norm", "{:.3g}"),
     ("tokens/s", "perf/tokens_per_s", "{:,.0f}"),
 )
+_LINE_S = 2.0  # between plain lines
 _ROWS = 12  # of the live table: what fits a small terminal
 
 
@@ -35,6 +36,7 @@ class Progress:
         self._clock = clock
         self._start = clock()
         self._before = steps_done
+        self._printed = float("-inf")
         self._rows: deque[tuple[int, dict[str, float]]] = deque(maxlen=_ROWS)
         self._live: Any = _open_live(self._stream) if self._stream.isatty() else None
 
@@ -42,10 +44,21 @@ class Progress:
         """``step`` is done; steps count from 1 to the total."""
         eta = self._eta(step)
         if self._live is None:
+            if not self._due(step, values):
+                return
             print(plain_line(step, self._total, values, eta), file=self._stream, flush=True)
             return
         self._rows.append((step, dict(values)))
         self._live.update(self._table(eta), refresh=True)
+
+    def _due(self, step: int, values: Mapping[str, float]) -> bool:
+        """Whether a step gets a plain line: the first, the last, evaluations, else every 2 s."""
+        now = self._clock()
+        first, last = step <= self._before + 1, step == self._total
+        if not (first or last or "eval/accuracy" in values or now - self._printed >= _LINE_S):
+            return False
+        self._printed = now
+        return True
 
     def note(self, text: str) -> None:
         """A line that stays: where the run is, what it waits for."""

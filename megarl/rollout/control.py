@@ -77,15 +77,15 @@ class ServerControl:
         return {"digests": self._digests(reply)} if op == "digest" else reply
 
     def _digests(self, reply: Mapping[str, Any]) -> dict[str, str]:
-        """The embedded server's own, or those of SGLang with our plugin: a record of every rank. All
-        ranks take whole tensors and must have taken the same."""
+        """The embedded server's own, or those of SGLang with our plugin: a record of every rank.
+        All ranks take whole tensors and must have taken the same."""
         if isinstance(reply.get("digests"), dict):
             return reply["digests"]
         records = [rank.get("checksums") for rank in reply.get("ranks", ())]
         if not records or not records[0]:
             raise ServerError(
-                f"{self.name}: found no weight digests in the reply; expected: one for every tensor "
-                "(an SGLang server needs the plugin in megarl/sync/sglang_plugin)"
+                f"{self.name}: found no weight digests in the reply; expected: one for every "
+                "tensor (an SGLang server needs the plugin in megarl/sync/sglang_plugin)"
             )
         if any(record != records[0] for record in records):
             raise ServerError(f"{self.name}: its {len(records)} ranks received different weights")

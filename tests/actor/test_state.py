@@ -57,10 +57,10 @@ WHOLE_OPTIMIZER = pytest.param(
 )
 SAME = [
     ({}, {"optim": OPTIM}),
-    WHOLE_OPTIMIZER,
     ({}, {"optim": OPTIM, "precision": {"dtype": "bf16"}}),
     ({"dp": 2, "ep": 2}, {"optim": OPTIM}),
     ({"pp": 2}, {"optim": OPTIM}),
+    WHOLE_OPTIMIZER,
 ]
 
 

@@ -1,8 +1,7 @@
 """What workers do in tests of an actor's state: train, save, load, train on."""
 
-import contextlib
-import multiprocessing
-from collections.abc import Callable, Iterator
+import queue
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +144,6 @@ def _report(trainee: Trainee, save_at: int, until: int) -> dict[str, Any]:
     return {"before": before, "after": trainee.weights(), "lrs": trainee.lrs}
 
 
-@contextlib.contextmanager
-def _children_allowed() -> Iterator[None]:
-    """Megatron's writer starts a helper process, which a daemon may not, and keeps it for good, so
-    that it would outlive a worker that is terminated. It ends with the queue it serves.
-    """
-    multiprocessing.current_process().daemon = False
-    try:
-        yield
-    finally:
-        filesystem_async._results_queue = None
-        multiprocessing.current_process().daemon = True
-
-
 def _folder(rank: int, path: Path) -> None:
     if rank == 0:
         path.mkdir(parents=True)
@@ -167,9 +153,12 @@ def _folder(rank: int, path: Path) -> None:
 def _with_actor(
     hf: Path, layout: Layout, sections: dict[str, Any], use: Callable[[Trainee], Any]
 ) -> Any:
+    """Megatron's writer passes its results through a queue in a helper process, which a worker, as
+    a daemon, may not start; they come from threads of this process, whose own queue will do.
+    """
+    filesystem_async._results_queue = queue.Queue()
     try:
-        with _children_allowed():
-            return use(Trainee(hf, layout, {"algo": ONE_STEP, **sections}))
+        return use(Trainee(hf, layout, {"algo": ONE_STEP, **sections}))
     finally:
         parallel_state.destroy_model_parallel()
 

@@ -122,7 +122,7 @@ VALID = [
         ["rollout.engine=sglang", "rollout.server_command=[sh]", "rollout.context_length=100"], {}
     ),
     Case(["eval.every=2", "data.heldout=HERE/heldout.jsonl", "eval.max_new_tokens=30"], {}),
-    Case(["sync.backend=nccl"], {}, num_gpus=9),
+    Case([], {}, num_gpus=8),
     Case(["sync.backend=nccl", *URLS], {}, num_gpus=8),
     Case(["optim.warmup_steps=5", "optim.decay_fraction=0.5", "optim.min_lr_ratio=0.1"], {}),
     Case(["optim.warmup_steps=15", "algo.minibatches=2"], {}),
@@ -211,9 +211,10 @@ SETTINGS = [
         for url in ("a:1", "ftp://a:1", "http://a", "http://a:x", "http://a:99999", "http://:1",
                     "http://a:1/generate", "http://me:secret@a:1", "http://[::1:3", "http://a:1?x=1")
     ),
-    Case(["sync.backend=nccl"], {"sync.backend": ["nccl with 8 devices", "gloo, or 9 devices"]},
+    Case(["sync.backend=nccl"], {"sync.backend": ["shares its device", "rollout.urls"]},
          num_gpus=8),
-    Case(["sync.backend=nccl", *URLS], {"sync.backend": ["with 7", "or 8"]}, num_gpus=7),
+    Case(["sync.backend=nccl", *URLS], {"sync.backend": ["with 0", "or 8"]}, num_gpus=0),
+    Case([], {"parallel": ["8 ranks for 7 GPUs", "a GPU for every rank"]}, num_gpus=7),
 ]  # fmt: skip
 
 FILES = [

@@ -30,6 +30,7 @@ def test_a_file_gets_one_line_a_step_without_control_codes() -> None:
     progress.note("starting")
     now[0] += 20
     progress.update(6, VALUES)  # 2 steps in 20 s, 4 to go
+    progress.update(7, VALUES)  # too soon for another line
     progress.close()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "starting" and lines[1].endswith("| 0:00:40 left") and len(lines) == 2
