@@ -29,6 +29,7 @@ class WeightSink(Protocol):
     """One server, as a weight push sees it: a closed vocabulary of control operations."""
 
     name: str
+    ranks: int  # members of a weight group
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """``op``: begin, join_group, leave_group, receive, load_path, digest, commit.

@@ -287,7 +287,8 @@ class RolloutSource:
             max_bytes=int(sync.bucket_mb * 2**20),
             timeout_s=sync.timeout_s,
         )
-        sinks = [ServerControl(url, key) for url in urls] if transport.sending else []
+        ranks = self.config.rollout.server_tp
+        sinks = [ServerControl(url, key, ranks=ranks) for url in urls] if transport.sending else []
         transport.connect(self.actor.weights(), sinks)
         return transport
 

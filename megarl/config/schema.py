@@ -173,6 +173,8 @@ class RolloutSection(Section):
     """Servers that already run (http://host:port). Empty: the run starts and ends its own."""
     key_file: Path | None = None
     """File with the servers' key; default for managed servers: generated into the run directory."""
+    server_tp: Positive = 1
+    """SGLang: tensor-parallel ranks of each server; every one of them receives the weights."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_new_tokens: Positive = 16
     port: NonNegative = 0

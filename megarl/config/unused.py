@@ -82,7 +82,7 @@ RULES = (
     ),
     Rule(
         _managed("embedded"),
-        ("rollout.server_command", "rollout.server_args"),
+        ("rollout.server_command", "rollout.server_args", "rollout.server_tp"),
         "it is of a managed SGLang server, and rollout.engine=embedded",
         "leave it out, or rollout.engine=sglang",
     ),

@@ -59,8 +59,9 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
 class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
 
-    def __init__(self, url: str, key: str, name: str | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str, name: str | None = None, *, ranks: int = 1) -> None:
+        """`ranks`: the server's tensor-parallel ranks, each a member of a weight group."""
+        self.url, self.ranks = url.rstrip("/"), ranks
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {key}"}
 

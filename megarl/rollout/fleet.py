@@ -265,7 +265,7 @@ class _Starter:
         if not section.server_command:
             accepted = "the command that starts SGLang, e.g. [python, -m, sglang.launch_server]"
             raise ConfigError([Problem("rollout.server_command", "nothing", accepted)])
-        reserved = {"--config", "--api-key", "--admin-api-key", "--host", "--port"}
+        reserved = {"--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size"}
         for argument in section.server_args:
             if argument.split("=")[0] in reserved:
                 accepted = f"anything but {', '.join(sorted(reserved))}: these are set by the run"
@@ -281,6 +281,7 @@ class _Starter:
             "port": port,
             "dtype": _SGLANG_DTYPES[self.dtype],
             "context-length": section.context_length,
+            "tp-size": section.server_tp,
             "weight-version": 0,
         }
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]

@@ -105,7 +105,7 @@ class BroadcastTransport:
 
     def _join(self) -> None:
         self._store, port = create_store(self.address, timeout_s=self.timeout_s)
-        sizes = [int(getattr(sink, "tp_size", 1)) for sink in self._sinks]
+        sizes = [sink.ranks for sink in self._sinks]
         world = 1 + sum(sizes)
         joins = [
             self._threads.submit(
