@@ -96,10 +96,10 @@ class CheckpointManager:
         if self.rank == 0:
             try:
                 action()
-            except OSError as e:
-                error = RunError(f"{what}: {e}")
             except RunError as e:
                 error = e
+            except Exception as e:  # whatever it is, the other ranks wait in agree() to hear of it
+                error = RunError(f"{what}: {type(e).__name__}: {e}")
         agree(error, self.host, what)
 
 

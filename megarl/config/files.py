@@ -9,12 +9,13 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.errors import Problem
+from megarl.rundir import RunDir
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def file_problems(config: Config) -> Iterator[Problem]:
-    yield from _run_dir(config.run.dir)
+    yield from _run_dir(config.run.dir, config.run.resume)
     yield from _hf_folder(config)
     if config.model.load is not None:
         accepted = "the folder of a checkpoint, with megatron/ in it"
@@ -40,12 +41,18 @@ def read_hf_config(folder: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _run_dir(path: Path) -> Iterator[Problem]:
+def _run_dir(path: Path, resume: bool) -> Iterator[Problem]:
     above = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not above.is_dir():
         yield Problem(
             "run.dir", f"{path}, where {above} is a file", "a folder, or a path for a new one"
         )
+    holds = RunDir(path).holds_a_run()
+    if holds and not resume:
+        accepted = "another folder, or run.resume=true to go on with that run"
+        yield Problem("run.dir", f"{path}, which already holds a run", accepted)
+    if resume and not holds:
+        yield Problem("run.resume", f"true, but {path} holds no run", "false for a new run")
 
 
 def _hf_folder(config: Config) -> Iterator[Problem]:

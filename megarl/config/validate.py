@@ -15,7 +15,7 @@ from megarl.config.schema import Config
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 
-_SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port")
+_SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size")
 _SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
 
 

@@ -45,6 +45,7 @@ def place(tmp_path: Path) -> Path:
         (tmp_path / "rollouts" / f"step_{step}.npz").write_text("x")
     (tmp_path / "checkpoint" / "megatron").mkdir(parents=True)
     (tmp_path / "key").write_text("secret")
+    (tmp_path / "old_run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "empty.jsonl").write_text("")
     return tmp_path
 
@@ -236,6 +237,8 @@ FILES = [
     Case(["rollout.engine=sglang", "rollout.server_command=[HERE/python]"],
          {"rollout.server_command": ["which is no program here"]}),
     Case(["run.dir=HERE/prompts.jsonl/run"], {"run.dir": ["prompts.jsonl is a file"]}),
+    Case(["run.dir=HERE/old_run"], {"run.dir": ["already holds a run", "run.resume=true"]}),
+    Case(["run.resume=true"], {"run.resume": ["holds no run", "false for a new run"]}),
 ]  # fmt: skip
 
 

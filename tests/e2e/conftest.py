@@ -35,6 +35,22 @@ class Inputs:
             f"data.heldout={self.data}/heldout.jsonl",
             "data.prompts_per_step=8",
             "optim.warmup_steps=2",
+            "data.reward=import:tests.e2e.rewards:brevity",
+            *overrides,
+        ]
+
+    def train_only(self, run: Path, recorded: Path, *overrides: str) -> list[str]:
+        return [
+            "configs/algos/gspo.yaml",
+            "run.mode=train_only",
+            f"run.dir={run}",
+            f"model.hf={self.hf}",
+            f"model.load={self.megatron}",
+            f"data.recorded={recorded}",
+            "parallel={dp: 2, ep: 2}",
+            "precision.dtype=fp32",
+            "algo.minibatches=2",
+            "optim={lr: 1.0e-4, betas: [0.9, 0.98], warmup_steps: 2}",
             *overrides,
         ]
 

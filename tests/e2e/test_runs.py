@@ -26,7 +26,7 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
-        # fp32 on both sides: sampler and trainer agree to rounding, so the weights really went over
+        # fp32 on both sides: sampler and trainer agree to rounding, so the weights went over
         assert m["mismatch/max_logprob_diff"] < 2e-5, m
         assert 0 < m["policy/entropy"] < np.log(24)
         assert m["optim/grad_norm"] > 0
@@ -35,9 +35,11 @@ def test_a_run_trains_syncs_reports_and_resumes(
     samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}  # sampled by the weights after step 2
 
+    assert_training_again_from_the_recording_repeats(launch, inputs, run, tmp_path / "replay")
+
     again = launch(inputs.rl(run, "run.steps=3"))
     assert again.wait() != 0
-    assert "already holds a run; set run.resume=true" in again.text()
+    assert "which already holds a run; accepted: another folder, or run.resume" in again.text()
 
     resumed = launch(inputs.rl(run, "run.steps=4", "run.resume=true", *settings))
     assert resumed.wait() == 0, resumed.text()
@@ -45,6 +47,21 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert resumed.metrics()[-1]["sync/version"] == 4
     assert resumed.metrics()[-1]["mismatch/max_logprob_diff"] < 2e-5
     assert_prompts_go_on(run, steps=4, per_step=8)
+
+
+def assert_training_again_from_the_recording_repeats(
+    launch: Start, inputs: Inputs, recorded_run: Path, run: Path
+) -> None:
+    """``train_only`` from the same weights and rollouts: losses and gradients to the last bit."""
+    replay = launch(inputs.train_only(run, recorded_run / "rollouts", "run.steps=2"))
+    assert replay.wait() == 0, replay.text()
+    lines = (recorded_run / "metrics.jsonl").read_text().splitlines()
+    original = {m["step"]: m for m in map(json.loads, lines)}
+    found = replay.metrics()
+    assert [m["step"] for m in found] == [1, 2]
+    for m in found:
+        for name in ("policy/loss", "optim/grad_norm", "policy/entropy", "policy/seq_ratio_min"):
+            assert m[name] == original[m["step"]][name], (m["step"], name)
 
 
 def assert_prompts_go_on(run: Path, *, steps: int, per_step: int) -> None:
