@@ -73,9 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         )  # megatron: seconds to import, and only once the configuration is right
 
         run(config, rundir, job.local_rank, stop)
-    except BaseException as e:
-        if not isinstance(e, Exception | KeyboardInterrupt):
-            raise
+    except BaseException as e:  # some of torch's errors are no Exception
         rundir.record_error(job.rank, stop.where, e)
         log.error("%s", e if isinstance(e, MegarlError) else traceback.format_exc())
         _leave(stop, 1)

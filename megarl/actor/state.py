@@ -19,11 +19,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.actor.actor import MegatronActor
 from megarl.actor.names import unwrap
 from megarl.actor.setup import Parallel
-from megarl.errors import DataError
+from megarl.errors import DataError, RunError
 
 
 def save_model(model: torch.nn.Module, parallel: Parallel, path: Path) -> None:
@@ -82,7 +83,10 @@ def _actor_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
 
 def _save(state: dict[str, Any], parallel: Parallel, path: Path) -> None:
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.dp_cp)
-    dist_checkpointing.save(state, str(path), strategy, async_strategy="mcore")
+    try:
+        dist_checkpointing.save(state, str(path), strategy, async_strategy="mcore")
+    except CheckpointException as e:  # a BaseException, with the causes of all ranks
+        raise RunError(f"writing {path}: {e}") from e
 
 
 def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, Any]:

@@ -57,15 +57,16 @@ class CheckpointManager:
         final = self.folder / f"step_{step}"
         part = final.with_name(final.name + ".part")
         self._on_rank_zero(lambda: _prepare(part, num_bytes), "preparing a checkpoint")
-        error: Exception | None = None
         try:
             write_parts(part / MEGATRON)
         except Exception as e:
-            error = RunError(
+            # No agree() here: the others may still wait inside upstream's own collectives. This
+            # rank ends, and with it their waits.
+            raise RunError(
                 f"writing checkpoint {part}: {type(e).__name__}: {e}; "
                 "older checkpoints are untouched"
-            )
-        agree(error, self.host, "writing a checkpoint")
+            ) from e
+        agree(None, self.host, "writing a checkpoint")  # published only when all have written
 
         def publish() -> None:
             write_json(part / LOOP, {"step": step, **loop_state})

@@ -46,6 +46,23 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[fl
     return max(float(g.mean()) for g in gaps), max(float(g.max()) for g in gaps)
 
 
+@pytest.fixture(scope="module")
+def saved_run(pool: WorkerPool, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(an uninterrupted run, the checkpoint it left on its way), once for the same arguments."""
+    runs: dict[str, tuple[dict[str, Any], Path]] = {}
+
+    def run(layout: dict[str, int], sections: dict[str, Any]) -> tuple[dict[str, Any], Path]:
+        key = f"{layout} {sections}"
+        if key not in runs:
+            path = tmp_path_factory.mktemp("run") / "saved"
+            found = go(pool, "trained_on", layout, hf=tiny_model, path=path, **sections)
+            runs[key] = found, path
+        return runs[key]
+
+    return run
+
+
+PLAIN = {"optim": OPTIM}
 WHOLE_OPTIMIZER = pytest.param(
     {},
     {"optim": {**OPTIM, "distributed": False}},
@@ -56,10 +73,10 @@ WHOLE_OPTIMIZER = pytest.param(
     ),
 )
 SAME = [
-    ({}, {"optim": OPTIM}),
+    ({}, PLAIN),
     ({}, {"optim": OPTIM, "precision": {"dtype": "bf16"}}),
-    ({"dp": 2, "ep": 2}, {"optim": OPTIM}),
-    ({"pp": 2}, {"optim": OPTIM}),
+    ({"dp": 2, "ep": 2}, PLAIN),
+    ({"pp": 2}, PLAIN),
     WHOLE_OPTIMIZER,
 ]
 
@@ -68,16 +85,15 @@ SAME = [
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(
     pool: WorkerPool,
     tiny_model: Path,
-    tmp_path: Path,
+    saved_run: Any,
     layout: dict[str, int],
     sections: dict[str, Any],
 ) -> None:
-    common = {"hf": tiny_model, "path": tmp_path / "saved", **sections}
-    whole = go(pool, "trained_on", layout, **common)
-    rest = go(pool, "resumed", layout, **common)
+    whole, path = saved_run(layout, sections)
+    rest = go(pool, "resumed", layout, hf=tiny_model, path=path, **sections)
     assert_same_bits(rest["before"], whole["before"])
     assert_same_bits(rest["after"], whole["after"])
-    assert distance(whole["before"], whole["after"])[0] > LR / 10  # the steps did something
+    assert distance(whole["before"], whole["after"])[0] > LR / 10  # the step did something
 
 
 def test_the_learning_rate_goes_on_where_it_was(
@@ -94,48 +110,33 @@ def test_the_learning_rate_goes_on_where_it_was(
     assert whole["lrs"] == pytest.approx([LR * 3 / 4, LR, *falling], rel=1e-9)
 
 
-@pytest.fixture(scope="module")
-def by_layout(pool: WorkerPool, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run with a checkpoint, once a layout."""
-    runs: dict[str, tuple[dict[str, Any], Path]] = {}
-
-    def run(layout: dict[str, int]) -> tuple[dict[str, Any], Path]:
-        if str(layout) not in runs:
-            path = tmp_path_factory.mktemp("run") / "saved"
-            found = go(pool, "trained_on", layout, hf=tiny_model, path=path, optim=OPTIM)
-            runs[str(layout)] = found, path
-        return runs[str(layout)]
-
-    return run
-
-
 CHANGES = [({}, {"dp": 2, "ep": 2}), ({"tp": 2}, {}), ({"dp": 2, "ep": 2}, {"tp": 2})]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), CHANGES, ids=str)
 def test_training_goes_on_in_another_layout(
-    pool: WorkerPool, tiny_model: Path, by_layout: Any, saved: dict, loaded: dict
+    pool: WorkerPool, tiny_model: Path, saved_run: Any, saved: dict, loaded: dict
 ) -> None:
-    whole, path = by_layout(saved)
-    rest = go(pool, "resumed", loaded, hf=tiny_model, path=path, optim=OPTIM)
+    whole, path = saved_run(saved, PLAIN)
+    rest = go(pool, "resumed", loaded, hf=tiny_model, path=path, **PLAIN)
     assert_same_bits(rest["before"], whole["before"])
     mean, largest = distance(rest["after"], whole["after"])
     assert mean < MEAN_TOL and largest < MAX_TOL, (mean, largest)
 
 
-def test_lost_moments_would_be_seen(pool: WorkerPool, tiny_model: Path, by_layout: Any) -> None:
+def test_lost_moments_would_be_seen(pool: WorkerPool, tiny_model: Path, saved_run: Any) -> None:
     """Guards the test above: steps from zero moments differ by far more than its tolerance."""
-    whole, path = by_layout({})
-    rest = go(pool, "resumed_without_moments", {}, hf=tiny_model, path=path, optim=OPTIM)
+    whole, path = saved_run({}, PLAIN)
+    rest = go(pool, "resumed_without_moments", {}, hf=tiny_model, path=path, **PLAIN)
     mean, largest = distance(rest["after"], whole["after"])
     assert mean > 20 * MEAN_TOL and largest > 2 * MAX_TOL, (mean, largest)
 
 
 def test_weights_alone_load_from_a_checkpoint_of_any_layout(
-    pool: WorkerPool, tiny_model: Path, by_layout: Any, tmp_path: Path
+    pool: WorkerPool, tiny_model: Path, saved_run: Any, tmp_path: Path
 ) -> None:
     """From one with an optimizer's state as well as from one without."""
-    whole, path = by_layout({})
+    whole, path = saved_run({}, PLAIN)
     for layout in ({"tp": 2}, {"pp": 2}):
         ranks = ranks_of(pool, "loaded_weights", layout, hf=tiny_model, path=path)
         assert_same_bits({n: t for r in ranks for n, t in r.items()}, whole["before"])

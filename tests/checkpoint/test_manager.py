@@ -202,20 +202,36 @@ def test_a_failing_writer_leaves_older_checkpoints_untouched(saver: Saver, folde
 
 
 @pytest.mark.dist
-def test_a_writer_that_fails_on_one_rank_is_an_error_on_all(
+def test_writers_that_fail_on_all_ranks_raise_on_all_and_the_run_could_go_on(
     pool: WorkerPool, folder: Path, hf: Path
 ) -> None:
-    arguments = {"folder": folder, "hf": hf, "steps": [1, 2, 3], "failing": {2: 1}}
-    zero, one = pool.run("tests.checkpoint.work_manager:save_all", world=2, **arguments)
-    assert [zero[0], zero[2]] == [one[0], one[2]] == ["step_1", "step_3"]
-    for kind, text in (zero[1], one[1]):
+    arguments = {"folder": folder, "hf": hf, "steps": [1, 2, 3], "failing": {2: [0, 1]}}
+    for outcomes in pool.run("tests.checkpoint.work_manager:save_all", world=2, **arguments):
+        assert [outcomes[0], outcomes[2]] == ["step_1", "step_3"]
+        kind, text = outcomes[1]
         assert kind == "RunError"
         assert "step_2.part" in text and "No space left on device" in text
-    assert "rank 1" in zero[1][1]
     assert sorted(p.name for p in folder.iterdir()) == ["step_1", "step_2.part", "step_3"]
     for step in (1, 3):
         files = contents(folder / f"step_{step}")
         assert [json.loads(files[f"megatron/rank_{r}.json"]) for r in (0, 1)] == [step, step]
+
+
+@pytest.mark.dist
+def test_a_writer_that_fails_on_one_rank_ends_the_run_and_publishes_nothing(
+    pool: WorkerPool, folder: Path, hf: Path
+) -> None:
+    """The rank that failed says why and ends; the other, which waits for it, fails as well."""
+    arguments = {"folder": folder, "hf": hf, "steps": [1, 2, 3], "failing": {2: [1]}}
+    zero, one = pool.run(
+        "tests.checkpoint.work_manager:save_all", world=2, timeout_s=30, **arguments
+    )
+    assert zero[0] == one[0] == "step_1"
+    assert len(zero) == len(one) == 2
+    assert one[1][0] == "RunError" and "No space left on device" in one[1][1]
+    assert isinstance(zero[1], tuple)
+    assert CheckpointManager.complete_steps(folder) == [1]
+    assert "megatron/rank_1.json" in contents(folder / "step_1")
 
 
 @pytest.mark.dist

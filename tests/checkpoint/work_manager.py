@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.checkpoint.manager import CheckpointManager
-from megarl.errors import MegarlError
 
 
 def save_all(
@@ -15,24 +14,28 @@ def save_all(
     folder: Path,
     hf: Path,
     steps: list[int],
-    failing: dict[int, int] | None = None,
+    failing: dict[int, list[int]] | None = None,
     loop_state: Any = None,
 ) -> list[Any]:
-    """Save every step; at step s the writer of rank ``failing[s]`` fails. What each save gave."""
+    """Save every step; at step s the writers of the ranks ``failing[s]`` fail. What each save gave.
+    A rank that fails at a step where another does not leaves its group, as its process would.
+    """
     manager = CheckpointManager(folder, keep=2, rank=rank, host=dist.group.WORLD)
     outcomes: list[Any] = []
     for step in steps:
+        ranks = (failing or {}).get(step, [])
 
-        def write(path: Path, step: int = step) -> None:
+        def write(path: Path, step: int = step, ranks: list[int] = ranks) -> None:
             (path / f"rank_{rank}.json").write_text(json.dumps(step))
-            dist.barrier()
-            if (failing or {}).get(step) == rank:
+            if rank in ranks:
                 raise OSError(28, "No space left on device")
 
         try:
             outcomes.append(manager.save(step, loop_state or {}, {}, hf, write, 0).name)
-        except MegarlError as error:
+        except Exception as error:
             outcomes.append((type(error).__name__, str(error)))
+            if len(ranks) == 1:
+                break
     return outcomes
 
 

@@ -5,16 +5,9 @@ computed here: neither the actor's export nor the server's own account is taken 
 """
 
 import hashlib
-import json
 import shutil
 import socket
-import threading
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,83 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.config.schema import RolloutSection
-from megarl.rollout.fleet import ServerDeath, start_fleet
-from megarl.rundir import RunDir
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
+from tests.sync.servers import Rewrite, Server, digests_of, http, proxied, started
 
 pytestmark = pytest.mark.dist
 
 HUGE = 2**30
 BOUND_S = 15.0  # of a failure; the operations' own deadline is 60 s unless a test sets it
-
-
-def http(url: str, key: str, path: str, body: Any = None) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"}
-    raw = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, raw, headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(request, timeout=30) as response:
-            status, text = response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        status, text = error.code, error.read().decode()
-    try:
-        return status, json.loads(text)
-    except ValueError:
-        return status, text
-
-
-def digests_of(folder: Path) -> dict[str, str]:
-    """Of the weights in a Hugging Face folder."""
-    found = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        head = f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode()
-        found[name] = hashlib.sha256(head + tensor.numpy().tobytes()).hexdigest()
-    return found
-
-
-@dataclass
-class Server:
-    url: str
-    key: str
-    pid: int
-    deaths: list[ServerDeath]
-
-    def digests(self) -> dict[str, str]:
-        status, reply = http(self.url, self.key, "/weights_checker", {"action": "digest"})
-        assert status == 200, reply
-        return reply["digests"]
-
-    def version(self) -> str:
-        return http(self.url, self.key, "/server_info")[1]["weight_version"]
-
-    def generate(self) -> tuple[int, Any]:
-        sampling = {"max_new_tokens": 3, "temperature": 1.0, "ignore_eos": True}
-        body = {"input_ids": [9, 16, 11], "sampling_params": sampling, "return_logprob": True}
-        return http(self.url, self.key, "/generate", body)
-
-    def reload(self, model: Path) -> None:
-        """Back to the weights it was started with, as version 0."""
-        body = {"model_path": str(model), "weight_version": "0"}
-        http(self.url, self.key, "/end_weight_update", {})
-        status, reply = http(self.url, self.key, "/update_weights_from_disk", body)
-        assert status == 200, reply
-        http(self.url, self.key, "/continue_generation", {})
-
-
-@contextmanager
-def started(model: Path, folder: Path) -> Iterator[Server]:
-    deaths: list[ServerDeath] = []
-    run = RunDir(folder)
-    section = RolloutSection(max_running=2, context_length=32)
-    fleet = start_fleet(section, run_dir=run, model=model, dtype="fp32", on_death=deaths.append)
-    try:
-        pid = json.loads(run.server(0).read_text())["pid"]
-        yield Server(fleet.urls[0], fleet.key, pid, deaths)
-    finally:
-        fleet.close()
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +96,7 @@ def test_every_weight_arrives_bit_for_bit(
     expected = digests_of(other_model)
     assert server.digests() == expected
 
-    assert [error for rank in ranks for error, *_ in rank["steps"]] == [None] * 2 * len(ranks)
+    assert [error for rank in ranks for error, *_ in rank["steps"]] == [None] * 3 * len(ranks)
     receipts = [rank["steps"][1][1] for rank in ranks]
     assert receipts[1:] == [None] * (len(ranks) - 1)
     lines = "".join(f"{name} {expected[name]}\n" for name in sorted(expected))
@@ -197,66 +121,12 @@ def test_one_connection_serves_many_pushes(
     ranks = push(
         pool, {"dp": 2}, hf=other_model, url=server.url, key=server.key, versions=[1, 2, 5]
     )
-    assert [error for rank in ranks for error, *_ in rank["steps"]] == [None] * 8
+    assert [error for rank in ranks for error, *_ in rank["steps"]] == [None] * 10
     assert [after for op, _, after in ranks[0]["seen"] if op == "commit"] == ["1", "2", "5"]
     assert server.digests() == digests_of(other_model)
 
 
 # --- failed pushes --------------------------------------------------------------------------------
-
-Rewrite = Callable[[int, Any], tuple[int, Any]]
-
-
-@dataclass
-class Proxy:
-    """Stands before a real server; what it answers on a path may be rewritten, ``times`` times."""
-
-    target: Server
-    path: str
-    rewrite: Rewrite
-    times: int = 1
-    url: str = ""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        status, reply = http(self.target.url, self.target.key, path, body)
-        with self._lock:
-            if path == self.path and self.times:
-                self.times -= 1
-                return self.rewrite(status, reply)
-        return status, reply
-
-
-@contextmanager
-def proxied(server: Server, path: str, rewrite: Rewrite) -> Iterator[Proxy]:
-    proxy = Proxy(server, path, rewrite)
-
-    class Handler(BaseHTTPRequestHandler):
-        def _reply(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
-            status, reply = proxy.answer(self.path, body)
-            raw = (reply if isinstance(reply, str) else json.dumps(reply)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        do_GET = do_POST = _reply
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    listener = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    proxy.url = f"http://127.0.0.1:{listener.server_port}"
-    thread = threading.Thread(target=listener.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        listener.shutdown()
-        listener.server_close()
-        thread.join()
 
 
 def no_success(status: int, reply: Any) -> tuple[int, Any]:
@@ -285,7 +155,8 @@ def test_a_server_that_answers_200_without_success_fails_the_push_on_every_rank(
         ranks = push(pool, {"dp": 2}, hf=other_model, url=proxy.url, key=server.key)
     for text in failures(ranks, 1):
         assert "half written" in text and path in text
-    assert server.version() == "0"
+    state = http(server.url, server.key, "/server_info")[1]
+    assert (state["weight_version"], state["paused"]) == ("0", "retract")  # samples nothing
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
@@ -308,21 +179,46 @@ def test_a_server_that_holds_other_weights_fails_the_push_and_the_next_one_mends
         ranks = push(pool, layout, hf=other_model, url=proxy.url, key=server.key, versions=[7, 8])
     for text in failures(ranks, 1):
         assert all(word in text for word in words), text
-    assert [error for rank in ranks for error, *_ in rank["steps"][2:]] == [None] * len(ranks)
+    assert [error for rank in ranks for error, *_ in rank["steps"][2:]] == [None] * 4
     operations = ranks[0]["seen"]
     assert [(b, a) for op, b, a in operations if op == "commit"] == [("0", "8")]  # never 7
     assert server.version() == "8"
     assert server.digests() == digests_of(other_model)
 
 
+REFUSAL_DEADLINE_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def refused(
+    pool: WorkerPool, served: Server, tiny_model: Path, other_model: Path
+) -> list[dict[str, Any]]:
+    """A push of bfloat16 weights to a float32 model."""
+    served.reload(tiny_model)
+    return push(
+        pool,
+        {"dp": 2},
+        hf=other_model,
+        url=served.url,
+        key=served.key,
+        dtype="bf16",
+        deadline_s=REFUSAL_DEADLINE_S,
+    )
+
+
 def test_weights_that_the_server_cannot_take_are_refused_at_once_on_every_rank(
-    pool: WorkerPool, server: Server, other_model: Path
+    refused: list[dict[str, Any]], served: Server
 ) -> None:
-    """bfloat16 for a float32 model: the broadcast that nobody receives is not waited for."""
-    ranks = push(pool, {"dp": 2}, hf=other_model, url=server.url, key=server.key, dtype="bf16")
-    for text in failures(ranks, 1):
+    """The broadcast that nobody receives is not waited for."""
+    for text in failures(refused, 1):
         assert "bfloat16" in text and "float32" in text
-    assert server.version() == "0"
+    assert max(rank["steps"][1][2] for rank in refused) < REFUSAL_DEADLINE_S
+    assert served.version() == "0"
+
+
+@pytest.mark.xfail(strict=True, reason="close() waits for the broadcast that nobody received")
+def test_a_transport_whose_push_failed_closes_at_once(refused: list[dict[str, Any]]) -> None:
+    assert max(rank["steps"][2][2] for rank in refused) < REFUSAL_DEADLINE_S / 2
 
 
 @pytest.mark.parametrize("kill", [("receive", 1), ("digest", 0)], ids=str)
@@ -350,15 +246,32 @@ def test_a_server_that_is_not_there_fails_the_connection_on_every_rank(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    ranks = push(pool, {"dp": 2}, hf=other_model, url=url, key="k", timeout_s=2.0)
+    ranks = push(pool, {"dp": 2}, hf=other_model, url=url, key="k", deadline_s=2.0)
     for text in failures(ranks, 0):
         assert "megarl-stage0" in text
 
 
+@pytest.mark.xfail(strict=True, reason="connect() waits for a member that has refused already")
 def test_a_server_that_refuses_to_join_fails_the_connection_on_every_rank(
     pool: WorkerPool, server: Server, other_model: Path
 ) -> None:
-    with proxied(server, "/init_weights_update_group", no_success) as proxy:
-        ranks = push(pool, {"dp": 2}, hf=other_model, url=proxy.url, key=server.key)
+    path = "/init_weights_update_group"
+    with proxied(server, path, no_success, forward=False) as proxy:
+        ranks = push(pool, {"dp": 2}, hf=other_model, url=proxy.url, key=server.key, deadline_s=3.0)
     for text in failures(ranks, 0):
         assert "half written" in text
+
+
+@pytest.mark.xfail(strict=True, reason="close() does not tell servers to leave the group")
+def test_a_server_can_be_joined_by_the_next_trainer(
+    pool: WorkerPool, server: Server, other_model: Path
+) -> None:
+    """As a server of ``rollout.urls`` is, when a run is resumed."""
+    common = {"hf": other_model, "url": server.url, "key": server.key}
+    try:
+        first = push(pool, {}, versions=[], leave=False, **common)
+        second = push(pool, {}, versions=[], leave=False, deadline_s=6.0, **common)
+        assert [rank["steps"][0][0] for rank in first + second] == [None, None]
+    finally:
+        body = {"group_name": "megarl-stage0"}
+        http(server.url, server.key, "/destroy_weights_update_group", body)
