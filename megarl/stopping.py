@@ -7,11 +7,14 @@ there. The loop asks ``requested`` at every step, finishes it, saves and ends. W
 (``on_end``), then the process.
 """
 
+import contextlib
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
+
+import psutil
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ class StopRequest:
             except Exception:
                 log.exception("while ending")
         self._on_end.clear()
+        for child in psutil.Process().children(recursive=True):  # by pid: ours, whatever they are
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def _watch(self) -> None:
         while True:

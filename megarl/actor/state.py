@@ -6,11 +6,13 @@ alone (``optimizer=False``) are what the converters write and what ``model.load`
 """
 
 import copy
+import queue
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -82,11 +84,17 @@ def _actor_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
 
 
 def _save(state: dict[str, Any], parallel: Parallel, path: Path) -> None:
+    # Upstream collects the results of writers in a queue of a manager process, which outlives a
+    # rank that is killed. We write in this process, so its results need not leave it.
+    filesystem_async._results_queue = queue.Queue()
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), parallel.dp_cp)
     try:
         dist_checkpointing.save(state, str(path), strategy, async_strategy="mcore")
     except CheckpointException as e:  # a BaseException, with the causes of all ranks
-        raise RunError(f"writing {path}: {e}") from e
+        causes = {rank: str(failure[0]) for rank, failure in e.failures.items()}
+        raise RunError(
+            f"ranks could not write: {causes or 'another rank'}; see logs/rank_*.log"
+        ) from e
 
 
 def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, Any]:
