@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,11 +81,12 @@ class Launch:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, text: str, timeout_s: float = 120.0) -> None:
+    def wait_for_steps(self, timeout_s: float = 120.0) -> None:
+        """Until a training step is reported (not every one is: lines come every two seconds)."""
         deadline = time.monotonic() + timeout_s
-        while text not in self.text():
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.text()}"
+        while not re.search(r"^step [1-9]\d*/", self.text(), re.MULTILINE):
+            assert self.process.poll() is None, f"ended before a step:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no step in {timeout_s} s:\n{self.text()}"
             time.sleep(0.1)
 
     def wait(self, timeout_s: float = 240.0) -> int:

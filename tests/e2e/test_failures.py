@@ -27,8 +27,8 @@ def ends_soon(run: Launch) -> int:
 def test_a_server_that_dies_ends_the_run_and_is_named(
     launch: Start, inputs: Inputs, tmp_path: Path
 ) -> None:
-    run = launch(inputs.rl(tmp_path / "run", "run.steps=50", "eval.every=50"))
-    run.wait_for("step 2/50")
+    run = launch(inputs.rl(tmp_path / "run", "run.steps=500", "eval.every=500"))
+    run.wait_for_steps()
     run.server().kill()
     assert ends_soon(run) == 1
     assert "ServerError: server 0 died: signal SIGKILL" in run.text()
@@ -39,7 +39,7 @@ def test_sigterm_finishes_the_step_and_saves_it(
     launch: Start, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = launch(inputs.sft(tmp_path / "run", "run.steps=5000"))
-    run.wait_for("step 3/5000")
+    run.wait_for_steps()
     os.kill(run.process.pid, signal.SIGTERM)
     assert ends_soon(run) == 128 + signal.SIGTERM
     last = run.metrics()[-1]["step"]
@@ -76,8 +76,8 @@ def ends_soon_after_start(run: Launch) -> int:
 def test_a_rank_that_dies_ends_the_run_and_is_named(
     launch: Start, inputs: Inputs, tmp_path: Path, number: signal.Signals
 ) -> None:
-    run = launch(inputs.rl(tmp_path / "run", "run.steps=50", "eval.every=50"))
-    run.wait_for("step 2/50")
+    run = launch(inputs.rl(tmp_path / "run", "run.steps=500", "eval.every=500"))
+    run.wait_for_steps()
     run.rank(1).send_signal(number)
     assert ends_soon(run) == 1
     assert f"rank 1 was ended by signal {int(number)}" in run.text(), run.text()
@@ -85,8 +85,8 @@ def test_a_rank_that_dies_ends_the_run_and_is_named(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_like_sigterm(launch: Start, inputs: Inputs, tmp_path: Path) -> None:
-    run = launch(inputs.rl(tmp_path / "run", "run.steps=50", "eval.every=50"))
-    run.wait_for("step 2/50")
+    run = launch(inputs.rl(tmp_path / "run", "run.steps=500", "eval.every=500"))
+    run.wait_for_steps()
     os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
     assert ends_soon(run) == 128 + signal.SIGINT
     assert "failed first" not in run.text()
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_like_sigterm(launch: Start, inputs: Inputs, tmp_path: Path)
 
 @pytest.mark.slow
 def test_sigterm_while_starting_ends_it(launch: Start, inputs: Inputs, tmp_path: Path) -> None:
-    run = launch(inputs.rl(tmp_path / "run", "run.steps=50", "eval.every=50"))
+    run = launch(inputs.rl(tmp_path / "run", "run.steps=500", "eval.every=500"))
     deadline = time.monotonic() + 60
     while not any("megarl.train" in p.cmdline() for p in run.processes()):
         assert time.monotonic() < deadline
