@@ -34,7 +34,7 @@ from megarl.monitor.metrics import decode, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.rundir import RunDir
-from megarl.sources import SOURCES, Source
+from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
 from megarl.types import Metric, Sample, StepMetrics, Sum
 
@@ -155,7 +155,8 @@ def _build(
     )
     stack.callback(reporter.close)
     stop.where = "starting the source of samples"
-    source = SOURCES[config.run.mode](config, rundir, parallel, actor, stop)
+    surroundings = Surroundings(config, rundir, parallel, actor, stop)
+    source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
     if loop_state is not None:
         source.load_state(loop_state["source"])

@@ -7,7 +7,7 @@ unless said.
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,17 @@ from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.sync.broadcast import BroadcastTransport
 from megarl.types import Max, Metric, Prompt, Sample, StepMetrics
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a source may use of the run."""
+
+    config: Config
+    rundir: RunDir
+    parallel: Parallel
+    actor: MegatronActor
+    stop: StopRequest
 
 
 class Source(Protocol):
@@ -89,16 +100,10 @@ class _Passive:
 class DemonstrationSource(_Passive):
     """``sft``: demonstrations in shuffled epochs; every rank reads the file."""
 
-    def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        parallel: Parallel,
-        actor: MegatronActor,
-        stop: StopRequest,
-    ) -> None:
+    def __init__(self, run: Surroundings) -> None:
+        config = run.config
         assert config.data.demonstrations is not None, "checked by validate()"
-        tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
+        tokenizer = load_tokenizer(config.model.hf, run.actor.spec.eos_ids)
         samples = load_demonstrations(
             config.data.demonstrations, tokenizer, config.train.row_tokens
         )
@@ -118,14 +123,8 @@ class DemonstrationSource(_Passive):
 class RecordedSource(_Passive):
     """``train_only``: the rollouts an earlier run recorded, step by step."""
 
-    def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        parallel: Parallel,
-        actor: MegatronActor,
-        stop: StopRequest,
-    ) -> None:
+    def __init__(self, run: Surroundings) -> None:
+        config = run.config
         assert config.data.recorded is not None, "checked by validate()"
         self.paths = dict(recorded_steps(config.data.recorded))
         missing = [s for s in range(1, config.run.steps + 1) if s not in self.paths]
@@ -148,15 +147,9 @@ class RecordedSource(_Passive):
 class RolloutSource:
     """``rl``: prompts to the rollout servers, answers back, new weights over after every update."""
 
-    def __init__(
-        self,
-        config: Config,
-        rundir: RunDir,
-        parallel: Parallel,
-        actor: MegatronActor,
-        stop: StopRequest,
-    ) -> None:
-        self.config, self.rundir, self.parallel, self.actor = config, rundir, parallel, actor
+    def __init__(self, run: Surroundings) -> None:
+        config, parallel, actor = run.config, run.parallel, run.actor
+        self.config, self.rundir, self.parallel, self.actor = config, run.rundir, parallel, actor
         self.tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
         assert config.data.prompts is not None, "checked by validate()"
         self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
@@ -165,9 +158,9 @@ class RolloutSource:
         self.answers = {
             p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
         }
-        self.fleet = self._open_fleet(stop)
+        self.fleet = self._open_fleet(run.stop)
         urls: list[str] = broadcast_json(self.fleet.urls if self.fleet else None, 0, parallel.host)
-        key = read_key(config.rollout.key_file or rundir.key)
+        key = read_key(config.rollout.key_file or run.rundir.key)
         flags = gather_and_share(parallel.local_rank == 0, parallel.host)
         self.collectors = [rank for rank, collects in enumerate(flags) if collects]
         self.collector = None
@@ -319,7 +312,7 @@ class RolloutSource:
         )
 
 
-SOURCES: dict[str, Callable[[Config, RunDir, Parallel, MegatronActor, StopRequest], Source]] = {
+SOURCES: dict[str, Callable[[Surroundings], Source]] = {
     "rl": RolloutSource,
     "sft": DemonstrationSource,
     "train_only": RecordedSource,
