@@ -14,6 +14,7 @@ from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.config.schema import Config
+from megarl.errors import MegarlError
 from megarl.experience import advantages_of, make_plan
 from megarl.models.spec import read_spec
 from megarl.types import Sample, TrainPlan
@@ -131,3 +132,19 @@ def logprob_gradients(
     mix.backward()
     assert local.grad is not None
     return {"lp": lp.detach(), "entropy": entropy.detach(), "grad": local.grad}
+
+
+def convert(rank: int, tool: str, source: Path, out: Path) -> str | None:
+    """Run a converter of tools/ here; what it refused, or None. It ends the process group itself."""
+    import importlib.util
+
+    path = Path(__file__).parents[2] / "tools" / f"{tool}.py"
+    spec = importlib.util.spec_from_file_location(tool, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        module.convert(source, out)
+    except MegarlError as e:
+        return f"{type(e).__name__}: {e}"
+    return None
