@@ -36,7 +36,7 @@ from megarl.monitor.timing import PhaseTimer
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Metric, Sample, StepMetrics, Sum
+from megarl.types import Job, Metric, Sample, StepMetrics, Sum
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +56,12 @@ class Parts:
     stop: StopRequest
 
 
-def run(config: Config, rundir: RunDir, local_rank: int, stop: StopRequest) -> None:
+def run(config: Config, rundir: RunDir, job: Job, stop: StopRequest) -> None:
     """Train to ``run.steps``, or to the step in which a stop was asked for. Collective over all
     trainer ranks.
     """
     with ExitStack() as stack:
-        parts, step = _build(config, rundir, local_rank, stop, stack)
+        parts, step = _build(config, rundir, job, stop, stack)
         saved = step
         metrics = parts.source.start(step)
         if step == 0:  # a resumed run has this step's line already
@@ -118,14 +118,14 @@ def save(parts: Parts, step: int) -> None:
 
 
 def _build(
-    config: Config, rundir: RunDir, local_rank: int, stop: StopRequest, stack: ExitStack
+    config: Config, rundir: RunDir, job: Job, stop: StopRequest, stack: ExitStack
 ) -> tuple[Parts, int]:
     """Every part, and the step to go on from."""
     mesh = mesh_of(config)
     spec = read_spec(config.model.hf)
     stop.where = "joining the other ranks"
     parallel = init_parallel(
-        mesh, local_rank=local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
+        mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
     )
     stack.callback(destroy_parallel)
     resume = _open_run(config, rundir, parallel, stack)
@@ -155,7 +155,7 @@ def _build(
     )
     stack.callback(reporter.close)
     stop.where = "starting the source of samples"
-    surroundings = Surroundings(config, rundir, parallel, actor, stop)
+    surroundings = Surroundings(config, rundir, job, parallel, actor, stop)
     source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
     if loop_state is not None:

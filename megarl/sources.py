@@ -33,12 +33,12 @@ from megarl.hostcomm import agree, broadcast_json, gather_and_share
 from megarl.monitor.samples import SampleText
 from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.control import ServerControl
-from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
+from megarl.rollout.fleet import LOOPBACK, Fleet, ServerDeath, start_fleet
 from megarl.rollout.process import read_key
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.sync.broadcast import BroadcastTransport
-from megarl.types import Max, Metric, Prompt, Sample, StepMetrics
+from megarl.types import Job, Max, Metric, Prompt, Sample, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Surroundings:
 
     config: Config
     rundir: RunDir
+    job: Job
     parallel: Parallel
     actor: MegatronActor
     stop: StopRequest
@@ -149,7 +150,8 @@ class RolloutSource:
 
     def __init__(self, run: Surroundings) -> None:
         config, parallel, actor = run.config, run.parallel, run.actor
-        self.config, self.rundir, self.parallel, self.actor = config, run.rundir, parallel, actor
+        self.config, self.rundir, self.job = config, run.rundir, run.job
+        self.parallel, self.actor = parallel, actor
         self.tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
         assert config.data.prompts is not None, "checked by validate()"
         self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
@@ -158,11 +160,11 @@ class RolloutSource:
         self.answers = {
             p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
         }
+        flags = gather_and_share(parallel.local_rank == 0, parallel.host)
+        self.collectors = [rank for rank, collects in enumerate(flags) if collects]
         self.fleet = self._open_fleet(run.stop)
         urls: list[str] = broadcast_json(self.fleet.urls if self.fleet else None, 0, parallel.host)
         key = read_key(config.rollout.key_file or run.rundir.key)
-        flags = gather_and_share(parallel.local_rank == 0, parallel.host)
-        self.collectors = [rank for rank, collects in enumerate(flags) if collects]
         self.collector = None
         if parallel.rank in self.collectors:
             self.collector = RolloutCollector(
@@ -253,6 +255,7 @@ class RolloutSource:
                     model=self.config.model.hf,
                     dtype=self.config.precision.dtype,
                     on_death=partial(self._died, stop),
+                    host=_server_address(self.job),
                 )
                 stop.on_end(fleet.close)
             except Exception as e:
@@ -334,6 +337,12 @@ def _backend(config: Config) -> str:
     if config.sync.backend != "auto":
         return config.sync.backend
     return "nccl" if torch.cuda.is_available() and config.rollout.urls else "gloo"
+
+
+def _server_address(job: Job) -> str:
+    """Where a server of ours listens: nowhere but here when all ranks are here, else where the
+    launcher has told every rank to find rank 0, which starts it."""
+    return LOOPBACK if job.nodes == 1 else socket.gethostbyname(job.master_address)
 
 
 def _address_towards(url: str) -> str:

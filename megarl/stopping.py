@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
@@ -19,6 +20,8 @@ import psutil
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Slurm signals every process of a step, and torchrun hands its own signal on: one request, twice.
+_SAME_S = 1.0
 
 
 class StopRequest:
@@ -68,12 +71,16 @@ class StopRequest:
                 child.kill()
 
     def _watch(self) -> None:
+        first, since = 0, 0.0
         while True:
             number = os.read(self._read, 1)[0]
             if number not in SIGNALS or self.finished:
                 continue
+            if number == first and time.monotonic() - since < _SAME_S:
+                continue
             if self.requested:
                 self._end(128 + number)
+            first, since = number, time.monotonic()
             self.requested = True
             self.exit_code = 128 + number
             log.warning(

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import traceback
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,37 +23,29 @@ from megarl.errors import ConfigError, MegarlError
 from megarl.models.spec import FAMILIES
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
+from megarl.types import Job
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Job:
-    """This process's place in the job, as torchrun tells it through the environment."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    launch: str
-
-    @classmethod
-    def from_environment(cls) -> "Job":
-        get = os.environ.get
-        return cls(
-            rank=int(get("RANK", "0")),
-            local_rank=int(get("LOCAL_RANK", "0")),
-            world_size=int(get("WORLD_SIZE", "1")),
-            local_world_size=int(get("LOCAL_WORLD_SIZE", "1")),
-            launch=get("TORCHELASTIC_RUN_ID", str(os.getpid())),  # torchrun's --rdzv-id
-        )
+def job_from_environment() -> Job:
+    """This process's place in the job, as torchrun tells it."""
+    get = os.environ.get
+    return Job(
+        rank=int(get("RANK", "0")),
+        local_rank=int(get("LOCAL_RANK", "0")),
+        world_size=int(get("WORLD_SIZE", "1")),
+        local_world_size=int(get("LOCAL_WORLD_SIZE", "1")),
+        launch=get("TORCHELASTIC_RUN_ID", str(os.getpid())),  # torchrun's --rdzv-id
+        master_address=get("MASTER_ADDR", "127.0.0.1"),
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 done, 2 wrong configuration, 1 any other error, 128 + signal when stopped
     before the end.
     """
-    job = Job.from_environment()
+    job = job_from_environment()
     try:
         config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
         check(config, job)
@@ -72,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             run,
         )  # megatron: seconds to import, and only once the configuration is right
 
-        run(config, rundir, job.local_rank, stop)
+        run(config, rundir, job, stop)
     except BaseException as e:  # some of torch's errors are no Exception
         rundir.record_error(job.rank, stop.where, e)
         log.error("%s", e if isinstance(e, MegarlError) else traceback.format_exc())
@@ -85,7 +76,7 @@ def check(config: Config, job: Job) -> None:
     validate(
         config,
         world_size=job.world_size,
-        num_gpus=torch.cuda.device_count() * (job.world_size // job.local_world_size),
+        num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
         supported_models=FAMILIES.keys(),
     )

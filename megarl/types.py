@@ -27,6 +27,22 @@ Finish = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
+class Job:
+    """A trainer process's place among the others; ``launch`` names this start of the job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launch: str
+    master_address: str  # of rank 0's node, as every rank reaches it
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+
+@dataclass(frozen=True)
 class Prompt:
     """What is asked. ``payload`` is private to the task (answer, metadata) and never reaches a
     server.

@@ -143,8 +143,11 @@ def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
             state.setdefault(k, v)
     for i, part_optimizer in enumerate(chained):
         part = state[i] if count > 1 else state
-        saved = part["optimizer"]["param_groups"]
-        part["optimizer"]["param_groups"] = [
+        part = part.get(
+            "optimizer", part
+        )  # the distributed optimizer nests, the plain one does not
+        saved = part["param_groups"]
+        part["param_groups"] = [
             {**_same_kind(saved, group), "is_expert_parallel": group.get("is_expert_parallel")}
             for group in part_optimizer.optimizer.param_groups
         ]

@@ -34,7 +34,7 @@ from megarl.rundir import RunDir, write_json
 log = logging.getLogger(__name__)
 
 EMBEDDED_COMMAND = (sys.executable, "-m", "megarl.cli", "serve")
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
 _TERM_S = 3.0
 _TAIL_BYTES = 3000
@@ -83,20 +83,22 @@ def start_fleet(
     model: Path,
     dtype: str,
     on_death: Callable[[ServerDeath], None],
+    host: str = LOOPBACK,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
 ) -> Fleet:
     """Servers that answer, within `rollout.start_timeout_s`.
 
-    `model`: the Hugging Face folder; `dtype`: fp32 or bf16. `on_death` is called from a watching
-    thread. Raises ServerError with the end of the log when a server does not come up, ConfigError
-    when the settings lack something.
+    `model`: the Hugging Face folder; `dtype`: fp32 or bf16. The server listens on `host`
+    alone, an address of this machine. `on_death` is called from a watching thread. Raises
+    ServerError with the end of the log when a server does not come up, ConfigError when the
+    settings lack something.
     """
     if section.urls:
         return _external(section)
     key_file = section.key_file or run_dir.key
     key = read_key(key_file) if section.key_file else read_or_make_key(key_file)
     deadline = time.monotonic() + section.start_timeout_s
-    starter = _Starter(section, run_dir, model, dtype, key_file, key, tuple(embedded_command))
+    starter = _Starter(section, run_dir, model, dtype, key_file, key, host, tuple(embedded_command))
     server = starter.start(0, deadline, on_death)
     return Fleet([server.url], key, [server])
 
@@ -186,6 +188,7 @@ class _Starter:
     dtype: str
     key_file: Path
     key: str
+    host: str
     embedded_command: tuple[str, ...]
 
     def start(
@@ -196,7 +199,7 @@ class _Starter:
         _clear_stale(ready_file)
         chooses_port = self.section.engine == "sglang" and self.section.port == 0
         for attempt in range(_PORT_TRIES):
-            port = _free_port() if chooses_port else self.section.port
+            port = _free_port(self.host) if chooses_port else self.section.port
             server = self._spawn(index, port, ready_file, on_death)
             try:
                 server.url = self._await(server, port, ready_file, deadline)
@@ -245,7 +248,7 @@ class _Starter:
     def _embedded(self, port: int, ready_file: Path) -> list[str]:
         section = self.section
         options: dict[str, object] = {
-            "host": _HOST,
+            "host": self.host,
             "port": port,
             "key-file": self.key_file,
             "ready-file": ready_file,
@@ -277,7 +280,7 @@ class _Starter:
         options: dict[str, object] = {
             "config": secrets_file,
             "model-path": self.model,
-            "host": _HOST,
+            "host": self.host,
             "port": port,
             "dtype": _SGLANG_DTYPES[self.dtype],
             "context-length": section.context_length,
@@ -290,7 +293,7 @@ class _Starter:
     def _await(self, server: ManagedServer, port: int, ready_file: Path, deadline: float) -> str:
         """The server's URL once it answers. Raises ServerError when it ends first or takes too
         long."""
-        managed_url = f"http://{_HOST}:{port}"
+        managed_url = f"http://{self.host}:{port}"
         next_probe = 0.0
         while True:
             if not server.running:
@@ -357,11 +360,11 @@ def _is_server(pid: int) -> bool:
     return any(b"serve" in word or b"megarl" in word or b"sglang" in word for word in words)
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     """Outside the range the system hands out itself: SGLang binds it half a minute later."""
     while True:
         port = random.SystemRandom().randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server((_HOST, port)):
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
             return port
 
 

@@ -14,9 +14,11 @@ A failure at any point raises on every rank, and the server samples nothing unti
 succeeds.
 """
 
+import logging
 import time
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +31,10 @@ from megarl.protocols import WeightSink, WeightSource
 from megarl.sync.group import create_store, join_group, leave_group
 from megarl.sync.stream import bucketize, flatten, push_digest, specs_of, tensor_digest
 from megarl.types import SyncReceipt
+
+log = logging.getLogger(__name__)
+
+_LEAVE_S = 5.0
 
 
 @dataclass
@@ -48,6 +54,9 @@ class BroadcastTransport:
     _source: WeightSource | None = None
     _sinks: list[WeightSink] = field(default_factory=list)
     _group: dist.ProcessGroup | None = None
+    _broken: bool = False
+    # of its own for every run: a server may still be in the group of one that was killed
+    _name: str = field(default_factory=lambda: f"megarl-{uuid.uuid4().hex[:8]}")
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(32))
 
     @property
@@ -56,7 +65,7 @@ class BroadcastTransport:
 
     @property
     def group_name(self) -> str:
-        return f"megarl-stage{self.stage}"
+        return f"{self._name}-stage{self.stage}"
 
     def connect(self, source: WeightSource, sinks: Sequence[WeightSink]) -> None:
         """Join one group per stage with every server. Collective; raises SyncError if any member
@@ -97,17 +106,30 @@ class BroadcastTransport:
         )
 
     def close(self) -> None:
-        """Leave the groups. Servers that are gone already are not an error."""
-        if self._group is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            leave_group(self._group)
-            self._group = None
+        """Leave the groups, and let the servers leave. Servers that are gone are not an error.
+
+        After a broken push the group is left as it is: a bucket may be pending in it that nobody
+        will receive, and destroying the group would wait for that.
+        """
+        if self._group is None or self._broken:
+            return
+        name = {"group_name": self.group_name}
+        leaving = [
+            self._threads.submit(sink.control, "leave_group", name, _LEAVE_S)
+            for sink in self._sinks
+        ]
+        leave_group(self._group)
+        self._group = None
+        for future in leaving:
+            if (error := future.exception()) is not None:
+                log.warning("leaving weight group %s: %s", self.group_name, error)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _join(self) -> None:
         self._store, port = create_store(self.address, timeout_s=self.timeout_s)
         sizes = [sink.ranks for sink in self._sinks]
         world = 1 + sum(sizes)
-        joins = [
+        joins: list[Future[Any]] = [
             self._threads.submit(
                 sink.control,
                 "join_group",
@@ -123,7 +145,8 @@ class BroadcastTransport:
             )
             for k, sink in enumerate(self._sinks)
         ]
-        self._group = join_group(
+        mine: Future[Any] = self._threads.submit(
+            join_group,
             self._store,
             rank=0,
             world_size=world,
@@ -131,8 +154,11 @@ class BroadcastTransport:
             backend=self.backend,
             timeout_s=self.timeout_s,
         )
-        for join in joins:
-            join.result()
+        # a server that refuses says so at once; our own joining would only time out
+        done, _ = wait([*joins, mine], return_when=FIRST_EXCEPTION)
+        for future in (*(j for j in joins if j in done), mine):
+            future.result()
+        self._group = mine.result()
 
     def _send_stage(self) -> tuple[dict[str, str], int, Exception | None]:
         """(digest by name, bytes, error). After an error the stage's gathers still run to their
@@ -150,7 +176,7 @@ class BroadcastTransport:
                 size += flat.numel()
                 self._send(flat, specs_of(bucket))
         except Exception as e:
-            error = e
+            error, self._broken = e, True
             for _ in stream:
                 pass
         return digests, size, error

@@ -63,15 +63,7 @@ def saved_run(pool: WorkerPool, tiny_model: Path, tmp_path_factory: pytest.TempP
 
 
 PLAIN = {"optim": OPTIM}
-WHOLE_OPTIMIZER = pytest.param(
-    {},
-    {"optim": {**OPTIM, "distributed": False}},
-    marks=pytest.mark.xfail(
-        raises=AssertionError,
-        strict=True,
-        reason="load_actor: the state of an optimizer that is not distributed has other keys",
-    ),
-)
+WHOLE_OPTIMIZER = ({}, {"optim": {**OPTIM, "distributed": False}})
 SAME = [
     ({}, PLAIN),
     ({}, {"optim": OPTIM, "precision": {"dtype": "bf16"}}),

@@ -216,7 +216,6 @@ def test_weights_that_the_server_cannot_take_are_refused_at_once_on_every_rank(
     assert served.version() == "0"
 
 
-@pytest.mark.xfail(strict=True, reason="close() waits for the broadcast that nobody received")
 def test_a_transport_whose_push_failed_closes_at_once(refused: list[dict[str, Any]]) -> None:
     assert max(rank["steps"][2][2] for rank in refused) < REFUSAL_DEADLINE_S / 2
 
@@ -248,10 +247,9 @@ def test_a_server_that_is_not_there_fails_the_connection_on_every_rank(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     ranks = push(pool, {"dp": 2}, hf=other_model, url=url, key="k", deadline_s=2.0)
     for text in failures(ranks, 0):
-        assert "megarl-stage0" in text
+        assert "join_group" in text and "Cannot connect" in text
 
 
-@pytest.mark.xfail(strict=True, reason="connect() waits for a member that has refused already")
 def test_a_server_that_refuses_to_join_fails_the_connection_on_every_rank(
     pool: WorkerPool, server: Server, other_model: Path
 ) -> None:
@@ -262,16 +260,11 @@ def test_a_server_that_refuses_to_join_fails_the_connection_on_every_rank(
         assert "half written" in text
 
 
-@pytest.mark.xfail(strict=True, reason="close() does not tell servers to leave the group")
 def test_a_server_can_be_joined_by_the_next_trainer(
     pool: WorkerPool, server: Server, other_model: Path
 ) -> None:
     """As a server of ``rollout.urls`` is, when a run is resumed."""
     common = {"hf": other_model, "url": server.url, "key": server.key}
-    try:
-        first = push(pool, {}, versions=[], leave=False, **common)
-        second = push(pool, {}, versions=[], leave=False, deadline_s=6.0, **common)
-        assert [rank["steps"][0][0] for rank in first + second] == [None, None]
-    finally:
-        body = {"group_name": "megarl-stage0"}
-        http(server.url, server.key, "/destroy_weights_update_group", body)
+    first = push(pool, {}, versions=[], leave=False, **common)
+    second = push(pool, {}, versions=[], leave=False, deadline_s=6.0, **common)
+    assert [rank["steps"][0][0] for rank in first + second] == [None, None]

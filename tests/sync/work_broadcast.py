@@ -75,8 +75,9 @@ def push(
     try:
         if steps[0][0] is None:
             steps += [_attempt(lambda v=v: transport.push(v)) for v in versions]
+        seen = [s for sink in sinks for s in sink.seen]
         steps.append(_attempt(transport.close))
-        return {"steps": steps, "seen": [s for sink in sinks for s in sink.seen]}
+        return {"steps": steps, "seen": seen}
     finally:
         if leave:  # for the next test's trainer, which will be another one
             for sink in sinks:
