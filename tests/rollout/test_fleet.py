@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,6 +105,21 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         )
     assert "exit code 2" in str(caught.value) and "no such model" in str(caught.value)
     assert deaths.seen == []
+
+
+def test_a_port_that_is_taken_is_named(model_a: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ServerError) as caught:
+            start_fleet(
+                server_section(port=port),
+                run_dir=RunDir(tmp_path),
+                model=model_a,
+                dtype="fp32",
+                on_death=Deaths(),
+            )
+    assert f"host, port: found 127.0.0.1, {port}" in str(caught.value), caught.value
+    assert "in use" in str(caught.value)
 
 
 def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path: Path) -> None:
