@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.dist import WorkerPool
 
+# As in every process of a run, and for those that tests start: more threads than cores wait for
+# each other, and sums in another order are other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 
 
