@@ -28,8 +28,9 @@ WHAT_RL_LEARNED = """\
 What RL learned here: the warm-up taught two habits, a careless answer at once (every minus read as
 plus, mostly wrong) and working the sum out first (mostly right), and left the model careless. Made
 to work the sum out, the warmed-up model already answers {forced:.1%} of these problems. RL found
-out which habit pays and made it the rule; it taught no new arithmetic. What the same time of
-further warm-up brings instead: docs/demo.md."""
+out which habit pays and made it the rule; it taught no new arithmetic.
+More warm-up in its place, for longer than RL takes, left accuracy at 33 to 37 % with three seeds
+(measured once, docs/demo.md); RL brought those from 34 to 36 % to 88 to 94 %."""
 
 
 def main() -> int:
