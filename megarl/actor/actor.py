@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from megarl.actor.attention_packed import local_index
 from megarl.actor.export import MegatronWeights
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, wrap_ddp
@@ -98,8 +99,6 @@ class MegatronActor:
         """Trainer against rollout log-probs of the same tokens and, ideally, the same weights."""
         if row.old_logprobs is None or not self.parallel.speaks_for_tokens:
             return []
-        from megarl.actor.attention_packed import local_index
-
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, self.parallel.mesh.cp, self.parallel.at.cp)
         mask = row.mask[index]
