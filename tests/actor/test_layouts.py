@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.data.recorded import recorded_path, write_samples
 from tests.actor import compare
 from tests.helpers.dist import WorkerPool
+from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
 
@@ -29,16 +31,31 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def single(pool: WorkerPool, tiny_model: Path) -> dict[str, Any]:
-    return compare.merged(pool.run("tests.actor.work:train", world=1, hf=tiny_model, layout={}))
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of rollouts as a run records them: ragged, with holes, some groups all equal."""
+    folder = tmp_path_factory.mktemp("rollouts")
+    for step in (1, 2):
+        write_samples(recorded_path(folder, step), random_samples(8, 4, seed=step))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(pool: WorkerPool, tiny_model: Path, recorded: Path) -> dict[str, Any]:
+    work = {"hf": tiny_model, "recorded": recorded, "layout": {}}
+    return compare.merged(pool.run("tests.actor.work:train", world=1, **work))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_equals_one_process(
-    pool: WorkerPool, tiny_model: Path, single: dict[str, Any], layout: dict[str, int]
+    pool: WorkerPool,
+    tiny_model: Path,
+    recorded: Path,
+    single: dict[str, Any],
+    layout: dict[str, int],
 ) -> None:
     world = compare.mesh_of(layout).world_size
-    results = pool.run("tests.actor.work:train", world=world, hf=tiny_model, layout=layout)
+    work = {"hf": tiny_model, "recorded": recorded, "layout": layout}
+    results = pool.run("tests.actor.work:train", world=world, **work)
     found = compare.merged(results)
     assert_same_metrics(found["metrics"], single["metrics"])
     assert found["gradients"].keys() == single["gradients"].keys()
@@ -49,13 +66,18 @@ def test_training_equals_one_process(
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2}], ids=str)
 def test_the_distributed_optimizer_takes_the_same_steps(
-    pool: WorkerPool, tiny_model: Path, single: dict[str, Any], layout: dict[str, int]
+    pool: WorkerPool,
+    tiny_model: Path,
+    recorded: Path,
+    single: dict[str, Any],
+    layout: dict[str, int],
 ) -> None:
     world = compare.mesh_of(layout).world_size
     results = pool.run(
         "tests.actor.work:train",
         world=world,
         hf=tiny_model,
+        recorded=recorded,
         layout=layout,
         optim={"distributed": True},
     )

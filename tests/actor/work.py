@@ -14,12 +14,12 @@ from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.config.schema import Config
+from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
 from megarl.experience import advantages_of, make_plan
 from megarl.models.spec import read_spec
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of
-from tests.helpers.samples import random_samples
 
 
 def config_for(hf: Path, **sections: dict[str, Any]) -> Config:
@@ -59,10 +59,10 @@ def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 
 def train(
-    rank: int, hf: Path, layout: dict[str, int], steps: int = 2, **sections: Any
+    rank: int, hf: Path, recorded: Path, layout: dict[str, int], **sections: Any
 ) -> dict[str, Any]:
-    """Train on fixed rollouts: metrics of every optimizer step, the first step's gradients, final
-    weights.
+    """What ``train_only`` does with a folder of recorded rollouts: metrics of every optimizer step,
+    the first one's gradients, final weights.
     """
     from megatron.core import parallel_state
 
@@ -71,8 +71,8 @@ def train(
     try:
         first = None
         history = []
-        for step in range(steps):
-            plan = plan_for(actor, config, random_samples(8, 4, seed=step))
+        for _, path in recorded_steps(recorded):
+            plan = plan_for(actor, config, read_samples(path))
             actor.logprobs(plan)
             for rows in plan.steps:
                 metrics = actor.forward_backward(rows)
