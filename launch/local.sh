@@ -21,10 +21,11 @@ settings=$("$python" -m megarl.cli config check --shell "$@")  # every problem a
 eval "$settings"                                                # NPROC and RUN_DIR, quoted for the shell
 launch=$(date +%Y%m%d-%H%M%S)-$$
 mkdir -p "$RUN_DIR/logs"
+log=$RUN_DIR/logs/torchrun_${launch}_0.log
 
 "$python" -m torch.distributed.run --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id="$launch" \
   --local-addr=127.0.0.1 --nnodes=1 --nproc-per-node="$NPROC" --max-restarts=0 \
-  -m megarl.train "$@" 2>"$RUN_DIR/logs/torchrun_${launch}_0.log" &
+  -m megarl.train "$@" 2>"$log" &
 job=$!
 signal=0
 trap 'signal=15; kill -TERM "$job" 2>/dev/null || true' TERM
@@ -41,7 +42,10 @@ if ((status != 0)); then
     echo "stopped by signal $signal; go on with run.resume=true if $RUN_DIR/checkpoints holds a checkpoint" >&2
     exit $((128 + signal))
   fi
-  "$python" -m megarl.cli first-error "$RUN_DIR" --launch "$launch" >&2 || true
+  # It fails if it has found a cause; a rank that could not even start left its words to torchrun.
+  if "$python" -m megarl.cli first-error "$RUN_DIR" --launch "$launch" >&2; then
+    head -n 20 "$log" >&2
+  fi
   echo "logs: $RUN_DIR/logs" >&2
   exit 1
 fi

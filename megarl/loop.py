@@ -40,6 +40,8 @@ from megarl.types import Job, Metric, Sample, StepMetrics, Sum
 
 log = logging.getLogger(__name__)
 
+_TIDY_S = 5.0  # for closing what is open after an error
+
 
 @dataclass
 class Parts:
@@ -61,22 +63,34 @@ def run(config: Config, rundir: RunDir, job: Job, stop: StopRequest) -> None:
     trainer ranks.
     """
     with ExitStack() as stack:
-        parts, step = _build(config, rundir, job, stop, stack)
-        saved = step
-        metrics = parts.source.start(step)
-        if step == 0:  # a resumed run has this step's line already
-            _report(parts, step, metrics, [])
-        while step < config.run.steps and not any_rank(stop.requested, parts.parallel.host):
-            step += 1
-            stop.where = f"step {step}"
-            train_step(parts, step)
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
-                save(parts, step)
-                saved = step
-        if saved != step:
+        try:
+            _steps(*_build(config, rundir, job, stop, stack))
+        except BaseException as e:
+            # Before anything is tidied up: that may wait for ranks that are gone, and the earliest
+            # record is the first cause.
+            rundir.record_error(job.rank, stop.where, e)
+            stop.fail(stop.exit_code or 1, _TIDY_S)
+            raise
+
+
+def _steps(parts: Parts, step: int) -> None:
+    """From ``step`` finished steps to the last."""
+    config, stop = parts.config, parts.stop
+    saved = step
+    metrics = parts.source.start(step)
+    if step == 0:  # a resumed run has this step's line already
+        _report(parts, step, metrics, [])
+    while step < config.run.steps and not any_rank(stop.requested, parts.parallel.host):
+        step += 1
+        stop.where = f"step {step}"
+        train_step(parts, step)
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
             save(parts, step)
-        stop.where = "end"
-        parts.reporter.finish(step)
+            saved = step
+    if saved != step:
+        save(parts, step)
+    stop.where = "end"
+    parts.reporter.finish(step)
 
 
 def train_step(parts: Parts, step: int) -> None:

@@ -38,10 +38,8 @@ class StopRequest:
         self._on_end: list[Callable[[], None]] = []
         self._read, write = os.pipe()
         os.set_blocking(write, False)
-        for number in SIGNALS:
-            signal.signal(
-                number, lambda *_: None
-            )  # the pipe does the work; the default would kill us here
+        for number in SIGNALS:  # the pipe does the work; the default would end us here
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
 

@@ -59,9 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
         _log_to(rundir, job.rank)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         _join(job, config)
-        from megarl.loop import (
-            run,
-        )  # megatron: seconds to import, and only once the configuration is right
+        # Megatron takes seconds to import: only once the configuration is right.
+        from megarl.loop import run
 
         run(config, rundir, job, stop)
     except BaseException as e:  # some of torch's errors are no Exception
