@@ -33,6 +33,7 @@ def make_plan(
             dp=mesh.dp,
             segment_multiple=mesh.segment_multiple,
             row_multiple=mesh.row_multiple,
+            rows_multiple=mesh.rows_multiple,
         )
         steps.append(
             [

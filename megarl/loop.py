@@ -180,7 +180,7 @@ def _build(
 
 def mesh_of(config: Config) -> Mesh:
     p = config.parallel
-    return Mesh(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp or p.tp)
+    return Mesh(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp or p.tp, vpp=p.vpp)
 
 
 def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:

@@ -6,6 +6,8 @@ axis   what it splits
 tp     every weight matrix by rows or columns; with tp > 1 activations between them by
        sequence ("sequence parallel")
 pp     the layers, into consecutive stages
+vpp    the layers of a stage, into chunks ("virtual stages"): chunk k of stage r holds the
+       (k * pp + r)-th of the pp * vpp equal parts; takes no ranks of its own
 cp     the tokens of every sequence: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r
 dp     the batch
 ep     the experts of a layer; taken out of the tp * cp * dp ranks of a stage
@@ -41,6 +43,7 @@ class Mesh:
     dp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
 
     @property
     def stage_size(self) -> int:
@@ -68,6 +71,13 @@ class Mesh:
         parts.
         """
         return self.segment_multiple * self.tp
+
+    @property
+    def rows_multiple(self) -> int:
+        """A rank's rows of an optimizer step must divide by it: with more than one chunk a stage,
+        rows go through a chunk in groups of pp before the stage turns to its next chunk.
+        """
+        return self.pp if self.vpp > 1 else 1
 
     def coordinates(self, rank: int) -> Coordinates:
         stage, inner = divmod(rank, self.stage_size)

@@ -129,7 +129,10 @@ def test_counts_are_those_of_the_optimizer_step() -> None:
 # --- where samples go -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp=3), Mesh(cp=2, dp=2), Mesh(tp=2, cp=2)], ids=str)
+MESHES = [Mesh(), Mesh(dp=3), Mesh(cp=2, dp=2), Mesh(tp=2, cp=2), Mesh(pp=4, vpp=2, dp=2)]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("minibatches", [1, 2, 3])
 def test_every_sample_is_trained_once_in_rows_that_all_ranks_can_run_together(
     mesh: Mesh, minibatches: int
@@ -146,6 +149,7 @@ def test_every_sample_is_trained_once_in_rows_that_all_ranks_can_run_together(
     for step, part in enumerate(parts):
         rows = rows_of(ranks, step)
         assert len({len(plan.steps[step]) for plan in ranks}) == 1
+        assert len(ranks[0].steps[step]) % mesh.rows_multiple == 0
         assert len({len(row.tokens) for row in rows}) == 1
         assert len(rows[0].tokens) % mesh.row_multiple == 0
         assert all(b % mesh.segment_multiple == 0 for row in rows for b in row.cu_seqlens.tolist())

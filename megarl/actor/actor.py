@@ -25,11 +25,12 @@ from megarl.types import Max, Mean, Metric, PackedBatch, StepMetrics, TrainPlan
 
 @dataclass
 class MegatronActor:
-    """Implements ``protocols.Actor``. ``model`` is wrapped in DDP; every method is collective."""
+    """Implements ``protocols.Actor``. ``model`` holds the stage's chunks in DDP; every method is
+    collective."""
 
     spec: ModelSpec
     parallel: Parallel
-    model: Any  # DistributedDataParallel
+    model: list[Any]  # DistributedDataParallel, by chunk
     optimizer: Any
     schedule: Any
     objective: Objective
@@ -43,7 +44,8 @@ class MegatronActor:
         if not self.recompute_old:
             return []
         metrics: StepMetrics = []
-        self.model.eval()
+        for chunk in self.model:
+            chunk.eval()
         with torch.no_grad():
             for rows in plan.steps:
                 self._run(rows, record_logprobs, forward_only=True)
@@ -63,8 +65,9 @@ class MegatronActor:
         """Gradients of the plain weighted sum over all ranks and rows (``step.py``), reduced and
         ready.
         """
-        self.model.train()
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         per_row = self._run(
             rows, policy_loss(self.objective, self.parallel, len(rows)), forward_only=False
@@ -123,8 +126,8 @@ def build_actor(
     if config.model.load is None:
         load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel)
     model = wrap_ddp(core, dtype, distributed_optimizer=config.optim.distributed)
-    optimizer = build_optimizer(config.optim, dtype, [model])
-    core.config.finalize_model_grads_func = finalize_model_grads
+    optimizer = build_optimizer(config.optim, dtype, model)
+    core[0].config.finalize_model_grads_func = finalize_model_grads
     return MegatronActor(
         spec=spec,
         parallel=parallel,

@@ -40,10 +40,16 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Trans
         # layout
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=virtual_stages(mesh),
         context_parallel_size=mesh.cp,
         expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=mesh.etp,
         sequence_parallel=mesh.sequence_parallel,
+        # Interleaved, a stage exchanges activations and gradients with both neighbours at once.
+        # With pp = 2 these are one rank, and a batch of sends and receives, which pair up by their
+        # order alone, would take the ones for the others without an error.
+        overlap_p2p_comm=mesh.vpp > 1,
+        batch_p2p_comm=mesh.vpp == 1,
         # precision and kernels
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -56,3 +62,8 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Trans
         use_cpu_initialization=True,
         perform_initialization=False,  # weights always come from a checkpoint
     )
+
+
+def virtual_stages(mesh: Mesh) -> int | None:
+    """``mesh.vpp`` as Megatron wants it: a number, even 1, asks for the interleaved schedule."""
+    return mesh.vpp if mesh.vpp > 1 else None

@@ -5,7 +5,7 @@ bucket and, while it is gathered, one parameter of all expert ranks. Ranks outsi
 groups take no part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ class MegatronWeights:
     parameters' dtype.
     """
 
-    def __init__(self, model: torch.nn.Module, spec: ModelSpec, parallel: Parallel) -> None:
+    def __init__(
+        self, model: Sequence[torch.nn.Module], spec: ModelSpec, parallel: Parallel
+    ) -> None:
         self.model, self.parallel = model, parallel
         self.mapping = mapping_for(spec, padded_vocab(spec))
         self.experts = spec.experts

@@ -1,5 +1,7 @@
 """Hugging Face weights -> this rank's shard of the Megatron model."""
 
+from collections.abc import Sequence
+
 import torch
 
 from megarl.actor.model import padded_vocab
@@ -11,10 +13,13 @@ from megarl.models.spec import ModelSpec
 
 
 def load_hf_weights(
-    model: torch.nn.Module, checkpoint: HfCheckpoint, spec: ModelSpec, parallel: Parallel
+    model: Sequence[torch.nn.Module],
+    checkpoint: HfCheckpoint,
+    spec: ModelSpec,
+    parallel: Parallel,
 ) -> None:
-    """Fill every parameter from ``checkpoint``; each rank reads only the tensors it holds a part
-    of.
+    """Fill every parameter of every chunk from ``checkpoint``; each rank reads only the tensors it
+    holds a part of.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies.

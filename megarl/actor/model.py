@@ -1,8 +1,9 @@
-"""ModelSpec + layout -> Megatron's GPTModel on this rank."""
+"""ModelSpec + layout -> Megatron's GPTModels on this rank, one for each chunk of its stage."""
 
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -31,13 +32,17 @@ def padded_vocab(spec: ModelSpec) -> int:
     return padded_vocab_size(spec.vocab, VOCAB_MULTIPLE)
 
 
-def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> GPTModel:
-    """This rank's part of the model, weights uninitialised. Local layer spec with our attention (no
-    TE).
+def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> list[GPTModel]:
+    """This rank's part of the model, chunk by chunk, weights uninitialised. Local layer spec with
+    our attention (no TE). The chunks share one configuration.
     """
     config = transformer_config(spec, parallel.mesh, dtype)
-    first = get_transformer_layer_offset(config, vp_stage=None, pp_rank=parallel.at.pp)
-    mine = spec.moe_layers[first : first + get_num_layers_to_build(config)]
+    return [_build_chunk(config, spec, parallel, k) for k in range(parallel.mesh.vpp)]
+
+
+def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GPTModel:
+    first = get_transformer_layer_offset(config, vp_stage=k, pp_rank=parallel.at.pp)
+    mine = spec.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=k)]
     model = GPTModel(
         config,
         TransformerBlockSubmodules(
@@ -45,11 +50,12 @@ def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> GPTM
         ),
         vocab_size=padded_vocab(spec),
         max_sequence_length=spec.max_positions,
-        pre_process=parallel.first_stage,
-        post_process=parallel.last_stage,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=k),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=k),
         share_embeddings_and_output_weights=spec.tie_embeddings,
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
+        vp_stage=k,
     )
     model.rotary_pos_emb = PackedRotaryEmbedding(
         kv_channels=spec.head_dim,
@@ -61,16 +67,20 @@ def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> GPTM
 
 
 def wrap_ddp(
-    model: GPTModel, dtype: torch.dtype, *, distributed_optimizer: bool
-) -> DistributedDataParallel:
-    """Gradient buffers in fp32, averaged over dp * cp (``step.py`` scales the loss to match)."""
-    wrapped: Any = Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+    model: list[GPTModel], dtype: torch.dtype, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Every chunk with gradient buffers in fp32, averaged over dp * cp (``step.py`` scales the loss
+    to match).
+    """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,  # the optimizer step refuses a non-finite norm and names it
     )
-    return DistributedDataParallel(model.config, settings, wrapped)
+    wrapped: list[Any] = [
+        Float16Module(chunk.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in model
+    ]
+    return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in wrapped]
 
 
 def _layer_spec(config: Any, moe: bool) -> Any:

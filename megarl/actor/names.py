@@ -3,7 +3,7 @@ layer 24, expert 64.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,21 @@ _EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weigh
 
 
 def global_parameters(
-    model: torch.nn.Module, parallel: Parallel
+    model: Sequence[torch.nn.Module], parallel: Parallel
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name as in a model on one rank, local parameter), in a fixed order; ``model`` may be
-    wrapped.
+    """(name as in a model on one rank, local parameter) of every chunk, in a fixed order; chunks
+    may be wrapped.
     """
-    core = unwrap(model)
-    config: Any = core.config
-    layer_offset = get_transformer_layer_offset(config, vp_stage=None, pp_rank=parallel.at.pp)
-    expert_offset = parallel.at.ep * ((config.num_moe_experts or 0) // parallel.mesh.ep)
-    for name, parameter in core.named_parameters():
-        name = _LAYER.sub(lambda m: str(int(m[0]) + layer_offset), name)
-        yield shift_expert(name, expert_offset), parameter
+    for chunk in map(unwrap, model):
+        config: Any = chunk.config
+        first = get_transformer_layer_offset(config, chunk.vp_stage, parallel.at.pp)
+        expert_offset = parallel.at.ep * ((config.num_moe_experts or 0) // parallel.mesh.ep)
+        for name, parameter in chunk.named_parameters():
+            yield shift_expert(_shift_layer(name, first), expert_offset), parameter
+
+
+def _shift_layer(name: str, offset: int) -> str:
+    return _LAYER.sub(lambda m: str(int(m[0]) + offset), name)
 
 
 def shift_expert(name: str, offset: int) -> str:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+from megarl.actor.arguments import virtual_stages
 from megarl.mesh import Coordinates, Mesh
 
 
@@ -29,10 +30,6 @@ class Parallel:
         dist.ProcessGroup
     )  # all etp * ep shards of one replica of a stage's experts, etp fastest
     host: Any
-
-    @property
-    def first_stage(self) -> bool:
-        return self.at.pp == 0
 
     @property
     def last_stage(self) -> bool:
@@ -67,6 +64,7 @@ def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: floa
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
+        virtual_pipeline_model_parallel_size=virtual_stages(mesh),
         context_parallel_size=mesh.cp,
         expert_model_parallel_size=mesh.ep,
         expert_tensor_parallel_size=mesh.etp,

@@ -7,6 +7,7 @@ alone (``optimizer=False``) are what the converters write and what ``model.load`
 
 import copy
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ from megarl.actor.setup import Parallel
 from megarl.errors import DataError, RunError
 
 
-def save_model(model: torch.nn.Module, parallel: Parallel, path: Path) -> None:
+def save_model(model: Sequence[torch.nn.Module], parallel: Parallel, path: Path) -> None:
     """Model weights only. Collective; ``path`` is an empty folder."""
     _save({"model": _model_state(model, parallel)}, parallel, path)
 
 
-def load_model(model: torch.nn.Module, parallel: Parallel, path: Path) -> None:
+def load_model(model: Sequence[torch.nn.Module], parallel: Parallel, path: Path) -> None:
     """Model weights from any checkpoint of the same model. Collective."""
     state = _load({"model": _model_state(model, parallel)}, parallel, path)
-    unwrap(model).load_state_dict(state["model"], strict=True)
+    _fill(model, state["model"])
 
 
 def save_actor(actor: MegatronActor, path: Path) -> None:
@@ -49,14 +50,15 @@ def load_actor(actor: MegatronActor, path: Path) -> None:
     """The inverse of ``save_actor``, also into another layout. Collective."""
     _create_moments(actor.optimizer)
     state = _load(_actor_state(actor, loading=True), actor.parallel, path)
-    unwrap(actor.model).load_state_dict(state["model"], strict=True)
+    _fill(actor.model, state["model"])
     actor.optimizer.load_state_dict(_regroup(state["optimizer"], actor.optimizer))
     actor.schedule.load_state_dict(state["schedule"])
 
 
 def parameter_bytes(actor: MegatronActor) -> int:
     """Upper bound of this rank's share of a checkpoint: weights, fp32 main copy and two moments."""
-    return sum(p.numel() * (p.element_size() + 12) for p in actor.model.parameters())
+    parameters = (p for chunk in actor.model for p in chunk.parameters())
+    return sum(p.numel() * (p.element_size() + 12) for p in parameters)
 
 
 def _metadata(parallel: Parallel) -> dict[str, Any]:
@@ -70,9 +72,20 @@ def _metadata(parallel: Parallel) -> dict[str, Any]:
     }
 
 
-def _model_state(model: torch.nn.Module, parallel: Parallel) -> dict[str, Any]:
-    state: dict[str, Any] = unwrap(model).sharded_state_dict(metadata=_metadata(parallel))
-    return state
+def _model_state(model: Sequence[torch.nn.Module], parallel: Parallel) -> dict[str, Any]:
+    """By chunk, since chunks call their layers by the same names. A file's keys are the global
+    names: it does not know of chunks.
+    """
+    metadata = _metadata(parallel)
+    return {
+        f"chunk{k}": unwrap(chunk).sharded_state_dict(metadata=metadata)
+        for k, chunk in enumerate(model)
+    }
+
+
+def _fill(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
+    for k, chunk in enumerate(model):
+        unwrap(chunk).load_state_dict(state[f"chunk{k}"], strict=True)
 
 
 def _actor_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ OnLogits = Callable[
 
 
 def run_schedule(
-    model: torch.nn.Module,
+    model: list[torch.nn.Module],
     rows: list[PackedBatch],
     parallel: Parallel,
     *,
@@ -42,7 +42,7 @@ def run_schedule(
 ) -> list[Any]:
     """Run every row through the pipeline; ``finish(row, index, logprobs, entropy) -> (loss,
     result)`` on the last stage. Returns the results in row order there, an empty list elsewhere.
-    Collective over the whole mesh."""
+    ``model``: this stage's chunks, all of which see every row. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
 
     def forward_step(
@@ -76,7 +76,7 @@ def run_schedule(
     assert all(len(r.tokens) == length for r in rows), "rows of one step share a length"
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(rows),
+        data_iterator=[iter(rows) for _ in model],
         model=model,
         num_microbatches=len(rows),
         seq_length=length,

@@ -3,7 +3,7 @@
 1. world size = tp * pp * cp * dp.
 2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts'.
 3. ep divides the experts; ep * etp divides the tp * cp * dp ranks of a pipeline stage.
-4. pp divides the layers.
+4. pp divides the layers, vpp those of a stage; vpp > 1 needs pp > 1.
 5. A row of ``train.row_tokens`` holds a whole chunk for each of its 2 * cp * tp shares.
 The vocabulary is padded to a multiple of tp, and the hidden size is not divided by any axis.
 """
@@ -68,6 +68,9 @@ def layout_problems(
     if world_size is not None and size != world_size:
         found = f"tp {p.tp} * pp {p.pp} * cp {p.cp} * dp {p.dp} = {size}"
         yield Problem("parallel", found, f"a product equal to the number of ranks, {world_size}")
+    if p.vpp > 1 and p.pp == 1:
+        accepted = "1, or parallel.pp > 1: the schedule interleaves the chunks of several stages"
+        yield Problem("parallel.vpp", str(p.vpp), accepted)
     multiple = p.tp * (2 * p.cp if p.cp > 1 else 1)
     if config.train.row_tokens % multiple:
         shares = f"tp {p.tp}" if p.cp == 1 else f"2 * cp {p.cp} * tp {p.tp}"
@@ -87,6 +90,8 @@ def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
     p = config.parallel
     etp = p.etp or p.tp
     etp_key = "parallel.etp" if p.etp else "parallel.tp"
+    # one problem at a time: without stages, or of unequal size, vpp is not what is wrong
+    stage_layers = 0 if p.pp == 1 or dims.layers % p.pp else dims.layers // p.pp
     for key, degree, name, total in (
         ("parallel.tp", p.tp, "num_attention_heads", dims.heads),
         ("parallel.tp", p.tp, "num_key_value_heads", dims.kv_heads),
@@ -94,6 +99,7 @@ def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
         ("parallel.tp", p.tp, "the shared experts' intermediate size", dims.shared_ffn),
         (etp_key, etp, "moe_intermediate_size", dims.moe_ffn),
         ("parallel.pp", p.pp, "num_hidden_layers", dims.layers),
+        ("parallel.vpp", p.vpp, f"num_hidden_layers / pp {p.pp}", stage_layers),
         ("parallel.ep", p.ep, "the number of experts", dims.experts),
     ):
         if total % degree:

@@ -69,6 +69,8 @@ class ParallelSection(Section):
     """Experts split over ep ranks, taken out of the tp * cp * dp ranks of a pipeline stage."""
     etp: Positive | None = None
     """Tensor parallelism inside an expert; default: tp."""
+    vpp: Positive = 1
+    """Model chunks a pipeline stage holds (interleaved schedule); needs pp > 1."""
 
 
 class PrecisionSection(Section):

@@ -2,8 +2,9 @@
 
 1. Rows are planned from lengths alone, the same on every rank, before any payload moves.
 2. A row holds at most ``row_tokens`` padded tokens (a longer single sample is refused).
-3. Every data-parallel rank gets the same number of rows; the missing ones are empty. Longest first
-   into the emptiest row keeps the rows even, which is what the slowest rank waits for.
+3. Every data-parallel rank gets the same number of rows, a multiple of ``rows_multiple``; the
+   missing ones are empty. Longest first into the emptiest row keeps the rows even, which is what
+   the slowest rank waits for.
 4. All rows of an optimizer step have one length T: expert and pipeline parallel ranks run in step.
 5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend
    on sorting ties.
@@ -38,9 +39,13 @@ def plan_rows(
     dp: int,
     segment_multiple: int = 1,
     row_multiple: int = 1,
+    rows_multiple: int = 1,
 ) -> RowPlan:
     """Place samples of ``lengths`` tokens into rows. Raises DataError for a sample longer than a
     row.
+
+    Padded to a multiple: each sample's length (``segment_multiple``), the rows' common length
+    (``row_multiple``), and the number of rows of a rank (``rows_multiple``).
     """
     sizes = [padded(n, segment_multiple) for n in lengths]
     too_long = [i for i, size in enumerate(sizes) if size > row_tokens]
@@ -50,9 +55,10 @@ def plan_rows(
             f"sample {i} has {lengths[i]} tokens ({sizes[i]} padded), a row holds {row_tokens}; "
             f"raise train.row_tokens or lower rollout.max_new_tokens ({len(too_long)} such samples)"
         )
-    count = padded(max(1, -(-sum(sizes) // row_tokens)), dp)
+    step = dp * rows_multiple
+    count = padded(max(1, -(-sum(sizes) // row_tokens)), step)
     while (bins := _fill(sizes, count, row_tokens)) is None:
-        count += dp
+        count += step
     longest = max((sum(sizes[i] for i in row) for row in bins), default=0)
     by_load = sorted(bins, key=lambda row: (-sum(sizes[i] for i in row), row))
     return RowPlan(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -29,6 +30,27 @@ def test_there_and_back_is_the_same_model_bit_for_bit(
     assert all(torch.equal(first[name], second[name]) for name in first)
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         assert (back / name).read_bytes() == (tiny_model / name).read_bytes()
+
+
+LAYOUTS = [  # and the layers of every chunk of every rank
+    ({"dp": 2, "ep": 2}, [[[0, 1, 2, 3]]] * 2),
+    ({"tp": 2}, [[[0, 1, 2, 3]]] * 2),
+    ({"pp": 2}, [[[0, 1]], [[2, 3]]]),
+    ({"pp": 2, "vpp": 2}, [[[0], [2]], [[1], [3]]]),
+]
+
+
+@pytest.mark.parametrize(("layout", "layers"), LAYOUTS, ids=str)
+def test_a_trainer_exports_what_it_was_given_bit_for_bit(
+    pool: WorkerPool, tiny_model: Path, layout: dict[str, int], layers: list[list[list[int]]]
+) -> None:
+    world = mesh_of(layout).world_size
+    ranks = pool.run("tests.actor.work:exported", world=world, hf=tiny_model, layout=layout)
+    assert [r["layers"] for r in ranks] == layers
+    names = [n for r in ranks for n in r["tensors"]]
+    given = load_file(tiny_model / "model.safetensors")
+    assert sorted(names) == sorted(given)  # each once
+    assert all(torch.equal(t, given[n]) for r in ranks for n, t in r["tensors"].items())
 
 
 def without_a_tensor(model: Path) -> None:

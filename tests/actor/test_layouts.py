@@ -27,6 +27,7 @@ LAYOUTS = [
     {"tp": 2},
     {"pp": 2},
     {"cp": 2},
+    {"pp": 2, "vpp": 2},
 ]
 
 
@@ -88,6 +89,28 @@ def test_the_distributed_optimizer_takes_the_same_steps(
         # is too, so the bound is a fraction of the four steps of 1e-3 that every weight takes
         assert (found["weights"][name] - expected).abs().max() < 4e-3 * 0.25, name
         assert (found["weights"][name] - expected).abs().mean() < 4e-3 * 1e-3, name
+
+
+def test_the_comparison_sees_activations_and_gradients_of_stages_exchanged(
+    pool: WorkerPool, tiny_model: Path, recorded: Path, single: dict[str, Any]
+) -> None:
+    """Guards the interleaved schedule's setting: with the other one nothing fails but the numbers.
+    It shows once there are more rows than pp, when both kinds are on their way at once.
+    """
+    layout = {"pp": 2, "vpp": 2}
+    work = {"hf": tiny_model, "recorded": recorded, "layout": layout, "train": {"row_tokens": 48}}
+    right, wrong = (
+        compare.merged(pool.run("tests.actor.work:train", world=2, p2p_in_batches=b, **work))
+        for b in (False, True)
+    )
+    errors = [
+        max(
+            float((found["gradients"][name] - g).abs().max() / g.abs().max())
+            for name, g in single["gradients"].items()
+        )
+        for found in (right, wrong)
+    ]
+    assert errors[0] < GRADIENT_TOL and errors[1] > 100 * GRADIENT_TOL, errors
 
 
 def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.types import Sample
+from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.samples import random_samples
 
@@ -19,16 +20,14 @@ pytestmark = pytest.mark.dist
 def run(
     pool: WorkerPool, hf: Path, samples: list[Sample], layout: dict[str, int]
 ) -> dict[int, Any]:
-    world = 1
-    for degree in layout.values():
-        world *= degree
+    world = mesh_of(layout).world_size
     results = pool.run(
         "tests.actor.work:logprobs", world=world, hf=hf, layout=layout, samples=samples
     )
     return {i: v for part in results for i, v in part.items()}
 
 
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}], ids=str)
 def test_log_probs_equal_transformers(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int]
 ) -> None:

@@ -69,6 +69,7 @@ SAME = [
     ({}, {"optim": OPTIM, "precision": {"dtype": "bf16"}}),
     ({"dp": 2, "ep": 2}, PLAIN),
     ({"pp": 2}, PLAIN),
+    ({"pp": 2, "vpp": 2}, PLAIN),
     WHOLE_OPTIMIZER,
 ]
 
@@ -102,7 +103,14 @@ def test_the_learning_rate_goes_on_where_it_was(
     assert whole["lrs"] == pytest.approx([LR * 3 / 4, LR, *falling], rel=1e-9)
 
 
-CHANGES = [({}, {"dp": 2, "ep": 2}), ({"tp": 2}, {}), ({"dp": 2, "ep": 2}, {"tp": 2})]
+CHANGES = [
+    ({}, {"dp": 2, "ep": 2}),
+    ({"tp": 2}, {}),
+    ({"dp": 2, "ep": 2}, {"tp": 2}),
+    ({}, {"pp": 2, "vpp": 2}),
+    ({"pp": 2, "vpp": 2}, {}),
+    ({"pp": 2, "vpp": 2}, {"pp": 2}),
+]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), CHANGES, ids=str)
@@ -114,6 +122,18 @@ def test_training_goes_on_in_another_layout(
     assert_same_bits(rest["before"], whole["before"])
     mean, largest = distance(rest["after"], whole["after"])
     assert mean < MEAN_TOL and largest < MAX_TOL, (mean, largest)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2, "vpp": 2}], ids=str)
+def test_a_checkpoint_that_passed_through_another_layout_lost_no_bit(
+    pool: WorkerPool, tiny_model: Path, saved_run: Any, tmp_path: Path, layout: dict
+) -> None:
+    """Weights and moments: the layout that saved it first trains on as if it had its own."""
+    whole, path = saved_run({}, PLAIN)
+    ranks_of(pool, "passed_on", layout, hf=tiny_model, path=path, out=tmp_path / "out", **PLAIN)
+    rest = go(pool, "resumed", {}, hf=tiny_model, path=tmp_path / "out", **PLAIN)
+    assert_same_bits(rest["before"], whole["before"])
+    assert_same_bits(rest["after"], whole["after"])
 
 
 def test_lost_moments_would_be_seen(pool: WorkerPool, tiny_model: Path, saved_run: Any) -> None:
@@ -129,13 +149,14 @@ def test_weights_alone_load_from_a_checkpoint_of_any_layout(
 ) -> None:
     """From one with an optimizer's state as well as from one without."""
     whole, path = saved_run({}, PLAIN)
-    for layout in ({"tp": 2}, {"pp": 2}):
+    for layout in ({"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}):
         ranks = ranks_of(pool, "loaded_weights", layout, hf=tiny_model, path=path)
         assert_same_bits({n: t for r in ranks for n, t in r.items()}, whole["before"])
     bare = tmp_path / "bare"
-    ranks = ranks_of(pool, "saved_weights", {"dp": 2, "ep": 2}, hf=tiny_model, path=bare)
-    (found,) = ranks_of(pool, "loaded_weights", {}, hf=tiny_model, path=bare)
-    assert_same_bits(found, {n: t for r in ranks for n, t in r.items()})
+    for i, layout in enumerate(({"dp": 2, "ep": 2}, {"pp": 2, "vpp": 2})):
+        ranks = ranks_of(pool, "saved_weights", layout, hf=tiny_model, path=bare / str(i))
+        (found,) = ranks_of(pool, "loaded_weights", {}, hf=tiny_model, path=bare / str(i))
+        assert_same_bits(found, {n: t for r in ranks for n, t in r.items()})
 
 
 def test_a_folder_without_a_checkpoint_is_refused_on_every_rank(

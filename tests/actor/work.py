@@ -11,7 +11,7 @@ import torch
 
 from megarl.actor.actor import MegatronActor, build_actor
 from megarl.actor.export import MegatronWeights
-from megarl.actor.names import global_parameters
+from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.config.schema import Config
 from megarl.data.recorded import read_samples, recorded_steps
@@ -59,15 +59,24 @@ def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
 
 
 def train(
-    rank: int, hf: Path, recorded: Path, layout: dict[str, int], **sections: Any
+    rank: int,
+    hf: Path,
+    recorded: Path,
+    layout: dict[str, int],
+    p2p_in_batches: bool = False,
+    **sections: Any,
 ) -> dict[str, Any]:
     """What ``train_only`` does with a folder of recorded rollouts: metrics of every optimizer step,
-    the first one's gradients, final weights.
+    the first one's gradients, final weights. ``p2p_in_batches``: the other way stages may exchange
+    activations and gradients, whatever the layout.
     """
     from megatron.core import parallel_state
 
     config = config_for(hf, **sections)
     actor = make_actor(config, layout)
+    if p2p_in_batches:
+        megatron = unwrap(actor.model[0]).config
+        megatron.overlap_p2p_comm, megatron.batch_p2p_comm = False, True
     try:
         first = None
         history = []
@@ -96,6 +105,21 @@ def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample])
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
         return {i: values for row in plan.steps[0] for i, values in _by_sample(row, actor.parallel)}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def exported(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
+    """What an actor that was given ``hf`` exports, and how its stage's layers lie in chunks."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        layers = [
+            [layer.layer_number - 1 for layer in unwrap(chunk).decoder.layers]
+            for chunk in actor.model
+        ]
+        return {"tensors": {n: t.clone() for n, t in actor.weights().tensors()}, "layers": layers}
     finally:
         parallel_state.destroy_model_parallel()
 

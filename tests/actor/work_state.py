@@ -46,8 +46,9 @@ class Trainee:
     def spoil(self) -> None:
         """Other weights everywhere: nothing that a load should bring is there by chance."""
         with torch.no_grad():
-            for parameter in self.actor.model.parameters():
-                parameter.add_(0.25)
+            for chunk in self.actor.model:
+                for parameter in chunk.parameters():
+                    parameter.add_(0.25)
         self.actor.optimizer.reload_model_params()
 
 
@@ -69,6 +70,18 @@ def resumed(
         return _report(trainee, save_at, until)
 
     return _with_actor(hf, layout, sections, rest)
+
+
+def passed_on(rank: int, hf: Path, layout: Layout, path: Path, out: Path, **sections: Any) -> None:
+    """Load, and save again without a step between."""
+
+    def again(trainee: Trainee) -> None:
+        trainee.spoil()
+        load_actor(trainee.actor, path)
+        _folder(rank, out)
+        save_actor(trainee.actor, out)
+
+    _with_actor(hf, layout, sections, again)
 
 
 def resumed_without_moments(

@@ -117,6 +117,7 @@ VALID = [
     Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
     Case(["parallel.etp=1", "parallel.ep=4"], {}),
     Case(["parallel={cp: 2, dp: 1}"], {}),
+    Case(["parallel.vpp=2"], {}),
     Case([*URLS, "rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
     Case([*URLS, "rollout.context_length=100"], {}),
     Case(
@@ -155,6 +156,10 @@ LAYOUT = [
     Case(["parallel.etp=2"], {"parallel.etp": ["2", "moe_intermediate_size = 49"]},
          hf={"moe_intermediate_size": 49}),
     Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
+    Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
+         hf={"num_hidden_layers": 5}),
+    Case(["parallel.vpp=3"], {"parallel.vpp": ["3", "num_hidden_layers / pp 2 = 2 (1, 2)"]}),
+    Case(["parallel={pp: 1, dp: 4, vpp: 3}"], {"parallel.vpp": ["3", "1, or parallel.pp > 1"]}),
     Case([], {"parallel.ep": ["2", "the number of experts = 9 (1, 3, 9)"]}, hf={"num_experts": 9}),
     Case(["parallel.ep=4"], {"parallel.ep": ["ep 4 * etp 2 = 8 (etp is tp by default)",
                                              "divides tp 2 * cp 1 * dp 2 = 4"]}),

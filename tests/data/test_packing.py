@@ -29,7 +29,14 @@ def sample(tokens: Sequence[int], mask: Sequence[int], logprobs: Sequence[float]
 
 
 def assert_plan(
-    plan: RowPlan, lengths: Sequence[int], *, row_tokens: int, dp: int, segment: int, row: int
+    plan: RowPlan,
+    lengths: Sequence[int],
+    *,
+    row_tokens: int,
+    dp: int,
+    segment: int = 1,
+    row: int = 1,
+    rows: int = 1,
 ) -> None:
     """The promises of ``packing.py``, by their numbers there, and alignment."""
     assert len(plan.rows) == dp
@@ -37,7 +44,7 @@ def assert_plan(
     sizes = [sum(-(-lengths[i] // segment) * segment for i in r) for r in flat]
     assert all(size <= row_tokens for size in sizes)  # 2
     assert len({len(rank) for rank in plan.rows}) == 1  # 3
-    assert len(plan.rows[0]) >= 1
+    assert len(plan.rows[0]) >= 1 and len(plan.rows[0]) % rows == 0
     assert plan.length >= max(sizes) and plan.length > 0  # 4
     assert plan.length < max([*sizes, 1]) + row  # and no longer than it must be
     assert plan.length % row == 0
@@ -67,7 +74,7 @@ def test_samples_are_placed_whatever_their_number(
     lengths: list[int], dp: int, row_tokens: int
 ) -> None:
     plan = plan_rows(lengths, row_tokens=row_tokens, dp=dp)
-    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp, segment=1, row=1)
+    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp)
 
 
 @settings(max_examples=150, deadline=None)
@@ -76,18 +83,24 @@ def test_samples_are_placed_whatever_their_number(
     dp=st.integers(1, 5),
     cp=st.integers(1, 3),
     tp=st.integers(1, 3),
+    rows=st.integers(1, 4),
     slack=st.integers(0, 100),
 )
 def test_every_plan_keeps_its_promises(
-    lengths: list[int], dp: int, cp: int, tp: int, slack: int
+    lengths: list[int], dp: int, cp: int, tp: int, rows: int, slack: int
 ) -> None:
     segment = 2 * cp if cp > 1 else 1
     row = segment * tp
     row_tokens = max([-(-n // segment) * segment for n in lengths], default=1) + slack
     plan = plan_rows(
-        lengths, row_tokens=row_tokens, dp=dp, segment_multiple=segment, row_multiple=row
+        lengths,
+        row_tokens=row_tokens,
+        dp=dp,
+        segment_multiple=segment,
+        row_multiple=row,
+        rows_multiple=rows,
     )
-    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp, segment=segment, row=row)
+    assert_plan(plan, lengths, row_tokens=row_tokens, dp=dp, segment=segment, row=row, rows=rows)
 
 
 def test_light_and_heavy_ranks_run_the_same_number_of_rows() -> None:
@@ -95,6 +108,21 @@ def test_light_and_heavy_ranks_run_the_same_number_of_rows() -> None:
     plan = plan_rows([900], row_tokens=1000, dp=3)
     assert sorted(len(rank[0]) for rank in plan.rows) == [0, 0, 1]
     assert [len(rank) for rank in plan.rows] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "needed", "count"),
+    [([90] * 12, 6, 8), ([90] * 16, 8, 8), ([90], 1, 4), ([], 1, 4)],
+)
+def test_the_rows_of_a_rank_come_in_whole_groups(
+    lengths: list[int], needed: int, count: int
+) -> None:
+    """Two of these samples need a row each for two ranks; groups of 4 rows make it up."""
+    assert [len(rank) for rank in plan_rows(lengths, row_tokens=100, dp=2).rows] == [needed] * 2
+    plan = plan_rows(lengths, row_tokens=100, dp=2, rows_multiple=4)
+    assert [len(rank) for rank in plan.rows] == [count] * 2
+    assert_plan(plan, lengths, row_tokens=100, dp=2, rows=4)
+    assert sum(row == [] for rank in plan.rows for row in rank) == 2 * count - len(lengths)
 
 
 def test_rows_are_even() -> None:

@@ -74,7 +74,10 @@ def assert_prompts_go_on(run: Path, *, steps: int, per_step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{cp: 2}", "{dp: 2}", "{dp: 2, ep: 2}"])
+@pytest.mark.parametrize(
+    "layout",
+    ["{tp: 2}", "{pp: 2}", "{pp: 2, vpp: 2}", "{cp: 2}", "{dp: 2}", "{dp: 2, ep: 2}"],
+)
 def test_every_layout_runs_by_changing_one_line(
     launch: Start, inputs: Inputs, tmp_path: Path, layout: str
 ) -> None:
