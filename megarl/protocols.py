@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.types import Metric, Prompt, Rollouts, StepMetrics, SyncReceipt, TrainPlan
+from megarl.types import Metric, Prompt, Rollouts, Scored, StepMetrics, SyncReceipt, TrainPlan
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -55,8 +55,10 @@ class Transport(Protocol):
 class Actor(Protocol):
     """A model in training, in whatever layout. Collective: every rank calls in the same order."""
 
-    def logprobs(self, plan: TrainPlan) -> StepMetrics:
-        """Fill every row's ``old_logprobs`` from the current weights (last stage only)."""
+    def logprobs(self, plan: TrainPlan) -> None:
+        """Fill every row's old and reference log-probs, as far as the objective wants them (last
+        stage only).
+        """
         ...
 
     def train(self, plan: TrainPlan) -> StepMetrics: ...
@@ -64,14 +66,38 @@ class Actor(Protocol):
     def weights(self) -> WeightSource: ...
 
 
+class Critic(Protocol):
+    """A value model in training, beside an actor in the same layout. Collective likewise."""
+
+    def values(self, plan: TrainPlan) -> None:
+        """Fill every row's ``values`` (last stage only)."""
+        ...
+
+    def train(self, plan: TrainPlan) -> StepMetrics:
+        """Towards the rows' ``returns``."""
+        ...
+
+
 class Collector(Protocol):
-    def collect(self, prompts: Sequence[Prompt], step: int) -> Rollouts: ...
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        max_new_tokens: int,
+        *,
+        earlier: Sequence[Prompt] = (),
+    ) -> Rollouts:
+        """``earlier``: prompts that come before these in the same step, whoever samples them."""
+        ...
 
 
 class Reward(Protocol):
-    """Scores one response. ``text`` is the decoded response without the end token."""
+    """Scores one response. ``text`` is the decoded response without the end token.
 
-    def __call__(self, text: str, payload: Mapping[str, Any], finished: bool) -> float: ...
+    A ``Scored`` has the reward in parts, and of every reasoning step; a number is the whole.
+    """
+
+    def __call__(self, text: str, payload: Mapping[str, Any], finished: bool) -> float | Scored: ...
 
 
 class MetricSink(Protocol):
@@ -84,6 +110,7 @@ __all__ = [
     "Actor",
     "Bucket",
     "Collector",
+    "Critic",
     "Metric",
     "MetricSink",
     "Reward",

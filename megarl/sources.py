@@ -4,10 +4,10 @@ Every rank gets the same samples in the same order. Methods are collective over 
 unless said.
 """
 
-import math
+import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ import torch
 from megarl.actor.actor import MegatronActor
 from megarl.actor.setup import Parallel
 from megarl.config.schema import Config
-from megarl.data.exchange import share_samples
+from megarl.curriculum import LengthCurriculum
 from megarl.data.prompts import (
     DemonstrationStream,
     PromptStream,
@@ -35,10 +35,13 @@ from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.control import ServerControl
 from megarl.rollout.fleet import LOOPBACK, Fleet, ServerDeath, start_fleet
 from megarl.rollout.process import read_key
+from megarl.rounds import Rounds, only_informative
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.sync.broadcast import BroadcastTransport
 from megarl.types import Job, Max, Metric, Prompt, Sample, StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class RecordedSource(_Passive):
     def __init__(self, run: Surroundings) -> None:
         config = run.config
         assert config.data.recorded is not None, "checked by validate()"
+        self.filtered = config.algo.dynamic_sampling is not None
         self.paths = dict(recorded_steps(config.data.recorded))
         missing = [s for s in range(1, config.run.steps + 1) if s not in self.paths]
         if missing:
@@ -136,7 +140,8 @@ class RecordedSource(_Passive):
             )
 
     def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
-        return read_samples(self.paths[step]), []
+        samples = read_samples(self.paths[step])
+        return only_informative(samples, step) if self.filtered else (samples, [])
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -174,6 +179,16 @@ class RolloutSource:
                 decode=self.tokenizer.decode,
                 reward=load_reward(config.data.reward),
             )
+        sampling = config.algo.dynamic_sampling
+        self.rounds = Rounds(
+            self.stream,
+            self.collector,
+            self.collectors,
+            parallel.host,
+            prompts_per_step=config.data.prompts_per_step,
+            max_rounds=sampling.max_rounds if sampling else None,
+        )
+        self.lengths = LengthCurriculum(config.rollout.stages)
         self.transport = self._connect(urls, key)
 
     def start(self, step: int) -> StepMetrics:
@@ -181,24 +196,14 @@ class RolloutSource:
         return metrics + self.evaluate(step) if step == 0 else metrics
 
     def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
-        prompts = self.stream.take(self.config.data.prompts_per_step)
-        local: Sequence[Sample] = []
-        metrics: StepMetrics = []
-        error: Exception | None = None
-        if self.collector is not None:
-            share = math.ceil(len(prompts) / len(self.collectors))
-            first = self.collectors.index(self.parallel.rank) * share
-            try:
-                rollouts = self.collector.collect(prompts[first : first + share], step)
-                local = [replace(s, group=s.group + first) for s in rollouts.samples]
-                metrics = rollouts.metrics
-            except Exception as e:
-                error = e
-        agree(error, self.parallel.host, "collecting rollouts")
-        samples = share_samples(local, self.collectors, self.parallel.rank, self.parallel.host)
+        limit = self.lengths.max_new_tokens
+        taken = self.rounds.take(step, limit)
+        self.lengths.update(step, taken.accuracy)
+        if (longer := self.lengths.max_new_tokens) != limit:
+            log.info("after step %d responses may have %d tokens", step, longer)
         if self.config.monitor.record_rollouts and self.parallel.rank == 0:
-            write_samples(recorded_path(self.rundir.rollouts, step), samples)
-        return samples, list(metrics)
+            write_samples(recorded_path(self.rundir.rollouts, step), taken.samples)
+        return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
 
     def updated(self, step: int) -> StepMetrics:
         return self._push(step)
@@ -224,10 +229,16 @@ class RolloutSource:
         return [self._readable(s, step) for s in samples[:count]]
 
     def state(self) -> dict[str, Any]:
-        return self.stream.state()
+        state = {**self.stream.state(), "reward_names": list(self.rounds.reward_names)}
+        if self.config.rollout.length_stages:
+            state["lengths"] = self.lengths.state()
+        return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stream.load_state(state)
+        self.rounds.reward_names = tuple(state.get("reward_names", ()))  # older ones have none
+        if self.config.rollout.length_stages and "lengths" in state:
+            self.lengths.load_state(state["lengths"])
 
     def close(self) -> None:
         """Ends what this rank started. Not collective: after a failure nobody may be left to wait
@@ -241,7 +252,7 @@ class RolloutSource:
 
     def _prompts(self, path: Path) -> list[Prompt]:
         rollout, ev = self.config.rollout, self.config.eval
-        longest = max(rollout.max_new_tokens, ev.max_new_tokens if ev.every else 0)
+        longest = max(rollout.longest_response, ev.max_new_tokens if ev.every else 0)
         return load_prompts(path, self.tokenizer, rollout.context_length - longest)
 
     def _open_fleet(self, stop: StopRequest) -> Fleet | None:
@@ -326,7 +337,6 @@ def _collect_settings(config: Config) -> CollectSettings:
     return CollectSettings(
         samples_per_prompt=config.data.samples_per_prompt,
         temperature=config.rollout.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
         seed=config.run.seed,
         request_timeout_s=config.rollout.request_timeout_s,
     )

@@ -15,7 +15,7 @@ One sample's life, with real numbers (prompt ``3 + 5 - 2 = <think>``, ids 9 16 1
          mask     F  F  F  F  F  F  T  T  T  T  T  T  F     the last position is never trained
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -91,6 +91,17 @@ class Sample:
     truncated: bool
     version_spans: tuple[VersionSpan, ...] = ()
     routing: NDArray[np.int32] | None = None
+    trajectory: int | None = (
+        None  # samples of one episode share it and its reward; None: an episode
+    )
+    step_rewards: NDArray[np.float32] | None = None  # [k] of the reasoning steps
+    step_ends: NDArray[np.int32] | None = None  # [k] index in ``tokens`` of every step's last token
+    values: NDArray[np.float32] | None = None  # [L] critic's value of the state after token t
+    ref_logprobs: NDArray[np.float32] | None = None  # [L] reference policy
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt_id}/{self.index}"
 
     @property
     def reward(self) -> float:
@@ -99,6 +110,19 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward in parts. ``components``: name -> reward, their sum is the sample's reward; the same
+    names for every sample. ``correct``: raw correctness, None where full marks (a sum of 1 or more)
+    decide. ``steps``: (end, reward) of every reasoning step, ``end`` counted in characters of the
+    response's text.
+    """
+
+    components: Mapping[str, float]
+    correct: bool | None = None
+    steps: Sequence[tuple[int, float]] = ()
 
 
 @dataclass
@@ -123,9 +147,49 @@ class PackedBatch:
     advantages: torch.Tensor  # f32 [T]
     rollout_logprobs: torch.Tensor  # f32 [T]
     samples: tuple[int, ...]  # index in the step's sample list of every non-padding segment
-    old_logprobs: torch.Tensor | None = (
-        None  # f32 [T / cp] on the last pipeline stage, by the actor
-    )
+    # Of the passes before the update, on the last pipeline stage; or recorded
+    old_logprobs: torch.Tensor | None = None  # f32 [T]
+    old_entropy: torch.Tensor | None = None  # f32 [T]
+    ref_logprobs: torch.Tensor | None = None  # f32 [T]
+    values: torch.Tensor | None = None  # f32 [T]
+    # Computed from them (``experience.py``), constants of the loss
+    returns: torch.Tensor | None = None  # f32 [T], what values are regressed on
+    correction: torch.Tensor | None = None  # f32 [T], weight of the policy term
+    selected: torch.Tensor | None = None  # bool [T], tokens an objective treats differently
+
+    def spread(self, of_sample: Callable[[int], "NDArray[Any] | float"]) -> torch.Tensor:
+        """f64 [T], target-aligned: ``of_sample(i)`` is a number for all trained tokens of sample i,
+        or one for each of its L tokens. 0 where nothing is trained.
+        """
+        out = np.zeros(len(self.tokens))
+        for i, start, length in self.segments():
+            values = np.broadcast_to(of_sample(i), length)
+            out[start : start + length - 1] = values[1:]
+        return torch.where(self.mask, torch.from_numpy(out), 0.0)
+
+    def segments(self) -> Iterator[tuple[int, int, int]]:
+        """(sample, first position, true length) of every sequence."""
+        starts, lengths = self.cu_seqlens.tolist(), self.lengths.tolist()
+        for k, i in enumerate(self.samples):
+            yield i, starts[k], lengths[k]
+
+    def of_segments(self, values: Sequence[float] | Mapping[int, float]) -> torch.Tensor:
+        """f64 [S]: ``values[i]`` of every segment's sample i, 0 for padding."""
+        out = torch.zeros(len(self.cu_seqlens) - 1, dtype=torch.float64)
+        for k, i in enumerate(self.samples):
+            out[k] = values[i]
+        return out
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Weights of the loss's further terms in one step; controllers move them."""
+
+    kl: float = 0.0
+    entropy: float = 0.0
+
+
+ONLY_POLICY = Coefficients()
 
 
 @dataclass
@@ -133,9 +197,13 @@ class TrainPlan:
     """What one data-parallel rank trains: ``steps[optimizer step][microbatch]``.
 
     Every rank has the same number of microbatches in each step; a rank without data gets empty
-    rows."""
+    rows. ``trained_tokens``: of all ranks, of every optimizer step. ``names``: of every sample, for
+    errors."""
 
     steps: list[list[PackedBatch]]
+    trained_tokens: list[int]
+    names: list[str]
+    coefficients: Coefficients = ONLY_POLICY
 
 
 @dataclass(frozen=True)
@@ -149,6 +217,9 @@ class LossInputs:
     advantages: torch.Tensor  # f32 [T]
     weight: torch.Tensor  # f32 [T]
     mask: torch.Tensor  # bool [T]
+    ref_logprobs: torch.Tensor | None = None  # f32 [T]
+    correction: torch.Tensor | None = None  # f32 [T], constant weight of the policy term
+    selected: torch.Tensor | None = None  # bool [T]
 
 
 # ---- metrics: a value that knows how to reduce
@@ -219,7 +290,12 @@ class SyncReceipt:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """One step's samples of one collector, with what collecting them cost."""
+    """One round's samples of one collector, with what collecting them cost. ``reward_names``: of
+    the components in ``Sample.rewards``; empty as long as no response has ended, so that none was
+    scored.
+    """
 
     samples: Sequence[Sample]
     metrics: StepMetrics = field(default_factory=list)
+    reward_names: tuple[str, ...] = ()
+    seconds: float = 0.0

@@ -18,7 +18,8 @@ A run is described by YAML files, merged left to right, and `key=value` override
     megarl config check configs/quickstart.yaml optim.lr=1e-5 'rollout.urls=[http://node1:30000]'
 
 * A file may begin with `include: [other.yaml, ...]`, relative to itself; those come before it.
-* Naming another `algo.policy.name` drops the policy settings of earlier files.
+* Naming another `algo.policy.name` drops the policy settings of earlier files; so it is with every
+  choice that has a `name`.
 * `${section.key}` repeats another setting, `${oc.env:NAME}` an environment variable.
 * An unknown key, a wrong type, a contradiction and a setting that would have no effect are errors.
   All of them are reported at once, before anything is started.
@@ -37,10 +38,20 @@ def configuration_markdown() -> str:
 
 def _section(name: str, model: type[BaseModel]) -> list[str]:
     parts = [f"## {name}\n", _table(model)]
+    return parts + _below(name, model)
+
+
+def _below(name: str, model: type[BaseModel]) -> list[str]:
+    """The sections inside a section, and inside those."""
+    parts: list[str] = []
     for field, info in model.model_fields.items():
-        for tag, member in fields.members(info).items():
-            parts.append(f"### {name}.{field}, name: {tag}\n")
-            parts.append(_table(member))
+        key = f"{name}.{field}"
+        inner = {key: below} if (below := fields.section(info)) else {}
+        if item := fields.listed(info):
+            inner = {f"{key}[]": item}
+        inner |= {f"{key}, name: {tag}": member for tag, member in fields.members(info).items()}
+        for title, section in inner.items():
+            parts += [f"### {title}\n", _table(section), *_below(title, section)]
     return parts
 
 
@@ -56,6 +67,8 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "**required**"
     value: Any = info.get_default()
+    if isinstance(value, BaseModel):
+        return str(getattr(value, "name", "a section of defaults"))
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple):

@@ -33,7 +33,9 @@ _PLURAL: dict[Any, str] = {int: "integers", float: "numbers", str: "texts", Path
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf of the schema. ``member``: the union member it belongs to ("gspo"), if any."""
+    """One leaf of the schema. ``member``: the union member it belongs to ("gspo"), if any. A list
+    of sections is a leaf, and so is every setting of such a section (``a.list[].setting``).
+    """
 
     key: str
     info: FieldInfo
@@ -63,18 +65,39 @@ def plain_doc(info: FieldInfo) -> str:
 
 def members(info: FieldInfo) -> dict[str, Model]:
     """The sections of a discriminated union by their name; empty for any other field."""
-    if info.discriminator is None:
+    kind, tag = _required(info)
+    if tag is None:
         return {}
-    return {
-        get_args(m.model_fields[str(info.discriminator)].annotation)[0]: m
-        for m in get_args(info.annotation)
-    }
+    return {get_args(m.model_fields[tag].annotation)[0]: m for m in get_args(kind)}
 
 
 def section(info: FieldInfo) -> Model | None:
     """The section a field holds, or None for a plain value or a union."""
-    kind = info.annotation
+    kind, _ = _required(info)
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def listed(info: FieldInfo) -> Model | None:
+    """The section that a field holds a list of, or None."""
+    kind, _ = _required(info)
+    item = (*get_args(kind), None)[0] if get_origin(kind) is tuple else None
+    return item if isinstance(item, type) and issubclass(item, BaseModel) else None
+
+
+def nullable(info: FieldInfo) -> bool:
+    return type(None) in get_args(info.annotation)
+
+
+def _required(info: FieldInfo) -> tuple[Any, str | None]:
+    """What a field holds when it is not null, and the discriminator of a union of sections."""
+    kind, tag = info.annotation, info.discriminator
+    others = [k for k in get_args(kind) if k is not type(None)]
+    if nullable(info) and len(others) == 1:
+        kind = others[0]
+        if get_origin(kind) is Annotated:
+            kind, *more = get_args(kind)
+            tag = next((m.discriminator for m in more if isinstance(m, FieldInfo)), None)
+    return kind, None if tag is None else str(tag)
 
 
 @cache
@@ -93,6 +116,8 @@ def _walk(model: Model, prefix: str, member: str | None) -> Iterator[Setting]:
                 yield from _walk(one, f"{key}.", tag)
         else:
             yield Setting(key, info, member)
+            if item := listed(info):
+                yield from _walk(item, f"{key}[].", member)
 
 
 def locate(location: Sequence[int | str]) -> Place:
@@ -109,7 +134,7 @@ def locate(location: Sequence[int | str]) -> Place:
             continue
         key, name = f"{key}.{part}" if key else part, part
         model, info = below, below.model_fields.get(part) if below else None
-        below = section(info) if info else None
+        below = section(info) or listed(info) if info else None
         union = members(info) if info else {}
     return Place(key, name, info, model, member)
 
@@ -117,9 +142,13 @@ def locate(location: Sequence[int | str]) -> Place:
 def accepted(info: FieldInfo) -> str:
     """What a setting takes, in words: ``an integer > 0, or null``."""
     if union := members(info):
-        return f"a section with {info.discriminator}: {', '.join(union)}"
+        return f"a section with name: {', '.join(union)}" + (", or null" * nullable(info))
     if below := section(info):
-        return f"a section with the keys {', '.join(below.model_fields)}"
+        keys = ", ".join(below.model_fields)
+        return f"a section with the keys {keys}" + (", or null" * nullable(info))
+    if item := listed(info):
+        keys = ", ".join(item.model_fields)
+        return f"a list of sections with the keys {keys}" + (", or null" * nullable(info))
     return _describe(info.annotation, info.metadata)
 
 
@@ -135,11 +164,8 @@ def _describe(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return ", or ".join(_describe(x, metadata) for x in get_args(kind))
     if origin is tuple:
         items = get_args(kind)
-        return (
-            f"a list of {_PLURAL[items[0]]}"
-            if items[-1] is ...
-            else (f"a list of {len(items)} {_PLURAL[items[0]]}")
-        )
+        count = "" if items[-1] is ... else f"{len(items)} "
+        return f"a list of {count}{_PLURAL[items[0]]}"
     if kind is type(None):
         return "null"
     bounds = [
@@ -166,16 +192,27 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def given_keys(config: BaseModel, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of everything that was set, as opposed to left at its default."""
+    """Dotted key -> value of everything that was set, as opposed to left at its default.
+
+    A section that was given without a setting (``algo.opsm: {}``) is there itself, if the default
+    is another.
+    """
     found: dict[str, Any] = {}
-    for name in type(config).model_fields:
+    for name, info in type(config).model_fields.items():
         if name in config.model_fields_set:
-            value = getattr(config, name)
-            if isinstance(value, BaseModel):
-                found |= given_keys(value, f"{prefix}{name}.")
+            value, key = getattr(config, name), f"{prefix}{name}"
+            below = given_keys(value, f"{key}.") if isinstance(value, BaseModel) else {}
+            if below or (isinstance(value, BaseModel) and value == info.get_default()):
+                found |= below
             else:
-                found[f"{prefix}{name}"] = value
+                found[key] = value
     return found
+
+
+def field_of(config: BaseModel, key: str) -> FieldInfo:
+    """What the schema says of a setting that ``config`` has; unions as they were chosen."""
+    section, _, name = key.rpartition(".")
+    return type(lookup(config, section) if section else config).model_fields[name]
 
 
 def lookup(config: BaseModel, key: str) -> Any:

@@ -3,7 +3,7 @@
 1. Files are merged left to right, then the overrides in their order. A file's own top-level
    ``include: [other.yaml, ...]`` (relative to that file) comes before the file itself.
 2. A layer that names another ``algo.policy.name`` replaces the policy settings before it: the clip
-   range of one objective never leaks into another.
+   range of one objective never leaks into another. So it is with every choice that has a ``name``.
 3. ``${section.key}`` and ``${oc.env:NAME}`` are resolved once, after merging.
 4. The schema checks the result. An error says where the value came from.
 """
@@ -129,8 +129,7 @@ class _Reader:
     def _merge(self, layer: Tree, label: str) -> None:
         # "monitor:" with every line under it commented out sets nothing; it does not erase.
         layer = {k: v for k, v in layer.items() if v is not None or not _is_section(k)}
-        if (name := _policy_name(layer)) and name != _policy_name(self._merged):
-            self._merged = _without_policy(self._merged)
+        self._merged = _without_replaced(self._merged, layer)
         try:
             self._merged = _plain(OmegaConf.merge(self._merged, layer))
         except OmegaConfBaseException as e:
@@ -170,7 +169,7 @@ def _build(
 
 def _special_values(data: Tree, sources: Mapping[str, str]) -> Iterator[Problem]:
     """Values the schema would take although nobody can have meant them."""
-    for key, value in _flatten(data):
+    for key, value in _leaves(data):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and _PLACEHOLDER.search(item):
                 yield Problem(key, f"{_from(item, key, sources)}, a placeholder", "your own value")
@@ -212,7 +211,7 @@ def _suggest(place: fields.Place) -> str:
     every = fields.settings()
     owners = [str(s.member) for s in every if s.key == place.key and s.member != place.member]
     if owners and place.member:
-        only = f"an option of the policy {', '.join(owners)} only"
+        only = f"an option of {', '.join(owners)} only"
         return f"{only}; {place.member} has: {', '.join(siblings)}"
     if any(s.key == f"{prefix}{name}" for s in every):  # a dotted key written as one word in YAML
         above, _, last = name.rpartition(".")
@@ -254,9 +253,11 @@ def _given(config: BaseModel) -> Tree:
         # A union member's name tells it from the others: keep it even where it is a default.
         if name not in config.model_fields_set and name != "name":
             continue
-        if not isinstance(value, BaseModel):
+        if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            out[name] = [_given(item) for item in value]
+        elif not isinstance(value, BaseModel):
             out[name] = config.model_dump(mode="json", include={name})[name]
-        elif (below := _given(value)) or info.is_required():
+        elif (below := _given(value)) or value != info.get_default():
             out[name] = below
     return out
 
@@ -283,9 +284,19 @@ def _flatten(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
+def _leaves(data: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Like ``_flatten``, and into lists of sections: ``rollout.length_stages[0].until_step``."""
+    for key, value in _flatten(data):
+        yield key, value
+        for i, item in enumerate(value if isinstance(value, list) else []):
+            if isinstance(item, dict):
+                yield from ((f"{key}[{i}].{inner}", leaf) for inner, leaf in _leaves(item))
+
+
 def _place(key: str) -> fields.Place:
     """Like ``fields.locate`` for a key of the data, where no union tag is written."""
-    found = [s for s in fields.settings() if s.key == key]
+    plain = re.sub(r"\[\d+\]", "[]", key)
+    found = [s for s in fields.settings() if s.key == plain]
     return fields.Place(key, key, found[0].info if found else None, None, None)
 
 
@@ -294,17 +305,17 @@ def _is_section(name: str) -> bool:
     return info is not None and fields.section(info) is not None
 
 
-def _policy_name(data: Tree) -> str | None:
-    algo = data.get("algo")
-    policy = algo.get("policy") if isinstance(algo, dict) else None
-    return policy.get("name") if isinstance(policy, dict) else None
-
-
-def _without_policy(data: Tree) -> Tree:
-    algo = data.get("algo")
-    if not isinstance(algo, dict):
-        return data
-    return {**data, "algo": {k: v for k, v in algo.items() if k != "policy"}}
+def _without_replaced(data: Tree, layer: Tree) -> Tree:
+    """``data`` without the choices of which ``layer`` names another."""
+    kept = {}
+    for key, value in data.items():
+        new = layer.get(key)
+        if isinstance(value, dict) and isinstance(new, dict):
+            if isinstance(new.get("name"), str) and value.get("name") not in (None, new["name"]):
+                continue
+            value = _without_replaced(value, new)
+        kept[key] = value
+    return kept
 
 
 def show(value: Any) -> str:

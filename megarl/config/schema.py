@@ -8,19 +8,10 @@ alone can tell is checked here, what several together imply in ``validate.py``.
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Unknown keys are errors; a built configuration does not change."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+from megarl.config.algo import AlgoSection
+from megarl.config.section import Above0, NonNegative, Positive, Seconds, Section
 
 
 class RunSection(Section):
@@ -98,55 +89,11 @@ class OptimSection(Section):
     """Megatron's distributed optimizer: states split over the data-parallel ranks."""
 
 
-class GspoPolicy(Section):
-    name: Literal["gspo"] = "gspo"
-    eps_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
-    eps_high: Annotated[float, Field(gt=0)] = 4e-4
-
-
-class PpoClipPolicy(Section):
-    name: Literal["ppo_clip"] = "ppo_clip"
-    eps_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    eps_high: Annotated[float, Field(gt=0)] = 0.2
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-
-
-class SapoPolicy(Section):
-    name: Literal["sapo"] = "sapo"
-    tau_pos: Annotated[float, Field(gt=0)] = 1.0
-    tau_neg: Annotated[float, Field(gt=0)] = 1.05
-
-
-class ReinforcePolicy(Section):
-    name: Literal["reinforce"] = "reinforce"
-
-
-class SftPolicy(Section):
-    name: Literal["sft"] = "sft"
-
-
-Policy = Annotated[
-    GspoPolicy | PpoClipPolicy | SapoPolicy | ReinforcePolicy | SftPolicy,
-    Field(discriminator="name"),
-]
-
-
-class AlgoSection(Section):
-    policy: Policy
-    """The objective and its own settings, e.g. ``{name: gspo, eps_low: 3e-4, eps_high: 4e-4}``."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """grpo: (R - mean) / (std + 1e-6) over the prompt's samples; dr_grpo: R - mean; rloo: leave-
-    one-out mean.
-    """
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = (
-        "seq_mean_token_mean"
-    )
-    """How token losses become one number; counts are global over the optimizer step."""
-    minibatches: Positive = 1
-    """Optimizer steps a rollout batch is split into, by prompt."""
-    old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    """The ratio's denominator: recomputed by the trainer before the update, or taken from the
-    rollout server.
+class CriticSection(Section):
+    lr: Above0 | None = None
+    """Learning rate of a value model for ``algo.advantage.name: gae``; the other settings of its
+    optimizer are those of ``optim``. It starts as the policy's weights with a head of zeros, and
+    its values replace recorded ones. null: no such model; train_only then needs recorded values.
     """
 
 
@@ -163,10 +110,27 @@ class DataSection(Section):
     recorded: Path | None = None
     """train_only: a folder of recorded rollouts (``rollouts/`` of an earlier run)."""
     reward: str = "exact_match"
-    """exact_match, reasoning_gym:DATASET, or import:package.module:function."""
+    """exact_match, reasoning_gym:DATASET, or import:package.module:function (docs/rewards.md)."""
     prompts_per_step: Positive = 32
     """rl: prompts sampled a step. sft: demonstrations a step."""
     samples_per_prompt: Positive = 8
+
+
+class Convergence(Section):
+    """Mean accuracy of the last ``window`` steps against that of the ``window`` steps before."""
+
+    window: Positive = 20
+    min_gain: Annotated[float, Field(ge=0)] = 0.01
+    """The stage ends when accuracy has risen by less."""
+
+
+class LengthStage(Section):
+    """A stage ends at a step, or when training has converged; the last one has no end."""
+
+    max_new_tokens: Positive
+    until_step: Positive | None = None
+    """Last training step of the stage."""
+    until_converged: Convergence | None = None
 
 
 class RolloutSection(Section):
@@ -179,6 +143,10 @@ class RolloutSection(Section):
     """SGLang: tensor-parallel ranks of each server; every one of them receives the weights."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     max_new_tokens: Positive = 16
+    length_stages: tuple[LengthStage, ...] = ()
+    """Response-length curriculum: stage after stage raises ``max_new_tokens``; the last one lasts.
+    Empty: ``max_new_tokens`` throughout.
+    """
     port: NonNegative = 0
     """Of a managed server; 0 lets the system choose."""
     max_running: Positive = 256
@@ -199,6 +167,15 @@ class RolloutSection(Section):
     request_timeout_s: Seconds = 120.0
     """Deadline of one generate request, retries included."""
 
+    @property
+    def stages(self) -> tuple[LengthStage, ...]:
+        """``length_stages``, or the one stage that the run is without them."""
+        return self.length_stages or (LengthStage(max_new_tokens=self.max_new_tokens),)
+
+    @property
+    def longest_response(self) -> int:
+        return max(stage.max_new_tokens for stage in self.stages)
+
 
 class SyncSection(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
@@ -213,6 +190,15 @@ class TrainSection(Section):
     row_tokens: Positive = 4096
     """Token budget of a packed row (a microbatch of one rank, before context parallelism splits
     it).
+    """
+    moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends
+    on how samples are packed and split; 0, the default, leaves it out. docs/objectives.md.
+    """
+    on_nonfinite: Literal["skip", "drop", "raise"] = "skip"
+    """A NaN or infinity among a trained token's numbers, or in the gradient norm. skip: no
+    optimizer step, said in the log and counted. drop: the token (for sequence objectives the
+    sequence) is left out. raise: the run ends with an error.
     """
 
 
@@ -242,6 +228,7 @@ class Config(Section):
     model: ModelSection
     algo: AlgoSection
     optim: OptimSection
+    critic: CriticSection = CriticSection()
     parallel: ParallelSection = ParallelSection()
     precision: PrecisionSection = PrecisionSection()
     data: DataSection = DataSection()

@@ -8,14 +8,17 @@ true.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megarl.config.fields import given_keys, lookup
+from pydantic import BaseModel
+
+from megarl.config.fields import field_of, given_keys
 from megarl.config.schema import Config
 from megarl.errors import Problem
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Where ``when(config, experts)`` holds, ``keys`` are not read. ``sync.*`` is a whole section.
+    """Where ``when(config, experts)`` holds, ``keys`` are not read. ``sync.*`` is a whole section,
+    ``algo.kl.*`` one inside another.
 
     ``experts`` of the model are None where its config.json is not at hand. ``instead``: what to do.
     """
@@ -27,8 +30,9 @@ class Rule:
     but: tuple[str, ...] = ()  # exceptions to a whole section
 
     def covers(self, key: str) -> bool:
-        wide = f"{key.partition('.')[0]}.*"
-        return (key in self.keys or wide in self.keys) and key not in self.but
+        parts = key.split(".")
+        names = {key} | {".".join([*parts[:n], "*"]) for n in range(1, len(parts) + 1)}
+        return not names.isdisjoint(self.keys) and names.isdisjoint(self.but)
 
 
 def _managed(engine: str) -> Callable[[Config, int | None], bool]:
@@ -46,11 +50,20 @@ RULES = (
         lambda c, _: c.run.mode == "sft",
         (
             *("data.prompts", "data.heldout", "data.recorded", "data.reward"),
-            *("data.samples_per_prompt", "algo.advantage", "algo.old_logprobs"),
-            *("rollout.*", "sync.*", "eval.*"),
+            *("data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
         "run.mode=sft trains on data.demonstrations: nothing is sampled, scored or sent on",
+        "leave it out, or run.mode=rl",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "sft",
+        (
+            *("algo.advantage.*", "algo.kl.*", "algo.correction.*", "algo.opsm.*", "algo.value.*"),
+            *("algo.overlong.*", "algo.overlong_filter", "algo.dynamic_sampling.*"),
+            *("algo.old_logprobs", "algo.aggregation.denominator_mask"),
+        ),
+        "run.mode=sft imitates: of algo.* it reads policy, aggregation, entropy and minibatches",
         "leave it out, or run.mode=rl",
     ),
     Rule(
@@ -64,6 +77,24 @@ RULES = (
         "run.mode=train_only replays data.recorded: its prompts, samples and rewards are fixed",
         "leave it out, or run.mode=rl",
         but=("rollout.temperature",),  # the trainer's log-probs are of the tempered distribution
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "train_only",
+        ("algo.dynamic_sampling.max_rounds",),
+        "run.mode=train_only keeps the informative prompts of a recorded step; there are no others",
+        "algo.dynamic_sampling: {}",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and bool(c.rollout.length_stages),
+        ("rollout.max_new_tokens",),
+        "rollout.length_stages has a max_new_tokens for every stage",
+        "leave out one of the two",
+    ),
+    Rule(
+        lambda c, _: c.run.mode != "sft" and c.algo.correction is None,
+        ("algo.aggregation.denominator_mask",),
+        "without algo.correction no token is rejected",
+        "leave it out, or set algo.correction",
     ),
     Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
@@ -106,7 +137,7 @@ RULES = (
     ),
     Rule(
         lambda _, experts: experts == 0,
-        ("parallel.etp",),
+        ("parallel.etp", "train.moe_aux_loss_coef"),
         "the model has no experts",
     ),
 )
@@ -117,28 +148,23 @@ def unused_settings(config: Config, experts: int | None) -> Iterator[Problem]:
     active = [rule for rule in RULES if rule.when(config, experts)]
     for key, value in given_keys(config).items():
         rule = next((r for r in active if r.covers(key)), None)
-        if rule is not None and not _says_off(key, value):
+        if rule is not None and not _says_off(config, key, value):
             found = f"{_text(value)}, which has no effect ({rule.reason})"
             yield Problem(key, found, rule.instead)
 
 
-def _says_off(key: str, value: object) -> bool:
+def _says_off(config: Config, key: str, value: object) -> bool:
     if value not in (None, False, 0, (), ""):
         return False
-    parent, _, name = key.rpartition(".")
-    section = type(lookup(_DEFAULTS, parent))
-    return bool(section.model_fields[name].get_default() == value)
+    return bool(field_of(config, key).get_default() == value)
 
 
 def _text(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    """In YAML's words; of sections what was set in them."""
+    if isinstance(value, tuple):
+        return str([_plain(item) for item in value])
+    return str(_plain(value))
 
 
-_DEFAULTS = Config.model_validate(
-    {
-        "run": {"dir": "x", "steps": 1},
-        "model": {"hf": "x"},
-        "optim": {"lr": 1.0},
-        "algo": {"policy": {"name": "gspo"}},
-    }
-)
+def _plain(value: object) -> object:
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

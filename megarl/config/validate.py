@@ -1,21 +1,26 @@
 """What several settings imply together: every contradiction of a run, before anything is started.
 
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
-``layout.py`` (model against parallel axes), ``files.py`` (paths), ``unused.py`` (no effect), and
-here batches, schedules, modes, servers and devices.
+``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
+``files.py`` (paths), ``unused.py`` (no effect), and here batches, schedules, modes, servers and
+devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from megarl.config.algorithm import algorithm_problems
+from megarl.config.fields import field_of, members
 from megarl.config.files import file_problems
 from megarl.config.layout import Dims, layout_problems
+from megarl.config.lengths import length_problems
 from megarl.config.schema import Config
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 
 _SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size")
+_WITHOUT_GROUP = ("reinforce_pp", "gae")  # advantages of a sample by itself
 _SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
 
 
@@ -38,9 +43,10 @@ def validate(
         *_mode(config),
         *layout_problems(config, world_size, hf_config),
         *_model(config, hf_config, supported_models),
+        *algorithm_problems(config),
         *_batch(config),
         *_schedule(config),
-        *_lengths(config, hf_config),
+        *length_problems(config, hf_config),
         *_servers(config),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
@@ -62,7 +68,8 @@ def _mode(config: Config) -> Iterator[Problem]:
         yield Problem(f"data.{source}", "nothing", f"a path: run.mode={mode} reads it")
     policy = config.algo.policy.name
     if (policy == "sft") != (mode == "sft"):
-        accepted = "sft" if mode == "sft" else "gspo, ppo_clip, sapo or reinforce"
+        others = [name for name in members(field_of(config, "algo.policy")) if name != "sft"]
+        accepted = "sft" if mode == "sft" else ", ".join(others)
         yield Problem("algo.policy.name", policy, f"{accepted}, as run.mode={mode}")
     if mode != "rl":
         return
@@ -73,11 +80,17 @@ def _mode(config: Config) -> Iterator[Problem]:
         yield Problem(
             "data.heldout", "the file of data.prompts", "prompts that are never trained on"
         )
-    if data.samples_per_prompt == 1:
-        accepted = (
-            f"at least 2: algo.advantage={config.algo.advantage} compares samples of a prompt"
-        )
-        yield Problem("data.samples_per_prompt", "1", accepted)
+    if data.samples_per_prompt == 1 and (reason := _compares_samples(config)):
+        yield Problem("data.samples_per_prompt", "1", f"at least 2: {reason}")
+
+
+def _compares_samples(config: Config) -> str | None:
+    """What needs several samples of a prompt, if anything."""
+    advantage = config.algo.advantage
+    if config.algo.dynamic_sampling is not None:
+        return "algo.dynamic_sampling keeps prompts that have right and wrong samples"
+    alone = advantage.name in _WITHOUT_GROUP or getattr(advantage, "singleton", None) == "raw"
+    return None if alone else f"algo.advantage.name={advantage.name} compares samples of a prompt"
 
 
 def _model(
@@ -114,27 +127,6 @@ def _schedule(config: Config) -> Iterator[Problem]:
         falling = f", the last {decay} of which fall (optim.decay_fraction)" if decay else ""
         accepted = f"less than the run's {total} optimizer steps{falling}"
         yield Problem("optim.warmup_steps", str(optim.warmup_steps), accepted)
-
-
-def _lengths(config: Config, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
-    """A server's sequence holds a prompt and a response, and a packed row any such sequence."""
-    if config.run.mode != "rl":
-        return
-    context, row = config.rollout.context_length, config.train.row_tokens
-    wanted = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
-    if config.eval.every and config.data.heldout is not None:
-        wanted["eval.max_new_tokens"] = config.eval.max_new_tokens
-    for key, tokens in wanted.items():
-        if tokens >= context:
-            accepted = f"less than rollout.context_length = {context}, minus a prompt"
-            yield Problem(key, str(tokens), accepted)
-    if row < context:
-        accepted = f"at least rollout.context_length = {context}: a sample fits a row"
-        yield Problem("train.row_tokens", str(row), accepted)
-    limit = (hf or {}).get("max_position_embeddings")
-    if isinstance(limit, int) and context > limit:
-        accepted = f"at most max_position_embeddings = {limit} of the model"
-        yield Problem("rollout.context_length", str(context), accepted)
 
 
 def _servers(config: Config) -> Iterator[Problem]:

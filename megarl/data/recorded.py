@@ -1,7 +1,8 @@
 """A step's samples on disk, for training again from the same rollouts (``run.mode: train_only``).
 
 One ``step_N.npz`` a step, in numpy's format without pickled objects: opening a file from elsewhere
-runs nothing. Ragged fields are stored end to end, with their lengths beside them.
+runs nothing. Ragged fields are stored end to end, with their lengths beside them; a field that a
+sample may lack has length -1 where it does.
 """
 
 import os
@@ -17,10 +18,18 @@ from numpy.typing import NDArray
 from megarl.errors import DataError
 from megarl.types import Sample, VersionSpan
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, FORMAT)  # that can be read; 1 has none of the fields of _OPTIONAL
 _FILE = re.compile(r"step_(\d+)\.npz")
 _PER_SAMPLE = ("group", "index", "correct", "truncated")
 _PER_TOKEN = ("tokens", "mask", "rollout_logprobs")
+_OPTIONAL = {
+    "trajectory": np.int64,
+    "step_rewards": np.float32,
+    "step_ends": np.int32,
+    "values": np.float32,
+    "ref_logprobs": np.float32,
+}
 
 
 def recorded_path(folder: Path, step: int) -> Path:
@@ -45,8 +54,9 @@ def read_samples(path: Path) -> list[Sample]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        if int(arrays["format"]) != FORMAT:
-            raise DataError(f"{path}: format {int(arrays['format'])}; accepted: {FORMAT}")
+        if int(arrays["format"]) not in FORMATS:
+            accepted = " or ".join(map(str, FORMATS))
+            raise DataError(f"{path}: format {int(arrays['format'])}; accepted: {accepted}")
         return unpack_samples(arrays)
     except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile) as e:
         if isinstance(e, DataError):
@@ -84,6 +94,11 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
         arrays[name] = np.asarray([getattr(s, name) for s in samples], dtype)
     for name, dtype in zip(_PER_TOKEN, (np.int32, np.bool_, np.float32), strict=True):
         arrays[name] = _join([getattr(s, name) for s in samples], dtype)
+    for name, optional in _OPTIONAL.items():
+        parts = [_as_array(getattr(s, name)) for s in samples]
+        arrays[name] = _join([part for part in parts if part is not None], optional)
+        lengths = [-1 if part is None else len(part) for part in parts]
+        arrays[f"len_{name}"] = np.asarray(lengths, np.int64)
     return arrays
 
 
@@ -95,6 +110,7 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
     rewards = _cut(arrays["rewards"], arrays["num_rewards"])
     spans = _cut(arrays["spans"], arrays["num_spans"])
     routing = _cut(arrays["routing"], arrays["routing_shape"].prod(1))
+    optional = {name: _optional(arrays, name) for name in _OPTIONAL}
     return [
         Sample(
             prompt_id=str(prompt_id),
@@ -108,9 +124,37 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
             truncated=bool(arrays["truncated"][i]),
             version_spans=tuple(VersionSpan(*map(int, span)) for span in spans[i]),
             routing=routing[i].reshape(arrays["routing_shape"][i]) if arrays["routed"][i] else None,
+            trajectory=None if (t := optional["trajectory"][i]) is None else int(t[0]),
+            step_rewards=optional["step_rewards"][i],
+            step_ends=optional["step_ends"][i],
+            values=optional["values"][i],
+            ref_logprobs=optional["ref_logprobs"][i],
         )
         for i, prompt_id in enumerate(arrays["prompt_id"])
     ]
+
+
+def _as_array(value: Any) -> NDArray[Any] | None:
+    """A field of _OPTIONAL, a number as an array of one."""
+    return np.asarray([value], np.int64) if isinstance(value, int) else value
+
+
+def _optional(arrays: dict[str, NDArray[Any]], name: str) -> list[NDArray[Any] | None]:
+    """A field of _OPTIONAL for every sample. Raises ValueError where its lengths cannot be."""
+    count = len(arrays["prompt_id"])
+    if int(arrays["format"]) == 1:
+        return [None] * count
+    lengths = arrays[f"len_{name}"]
+    there = lengths >= 0
+    expected: NDArray[Any] = {
+        "trajectory": np.where(there, 1, -1),
+        "step_rewards": lengths,
+        "step_ends": arrays["len_step_rewards"],
+    }.get(name, np.where(there, arrays["length"], -1))
+    if len(lengths) != count or (lengths != expected).any():
+        raise ValueError(f"{name} has lengths that do not fit the samples")
+    parts = iter(_cut(arrays[name], lengths[there]))
+    return [next(parts) if here else None for here in there]
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
@@ -120,6 +164,6 @@ def _join(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def _cut(array: NDArray[Any], lengths: NDArray[Any]) -> list[NDArray[Any]]:
-    if lengths.sum() != len(array):
+    if lengths.sum() != len(array) or (lengths < 0).any():
         raise ValueError(f"{len(array)} entries for lengths that sum to {lengths.sum()}")
     return np.split(array, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -271,6 +271,14 @@ def _generate_body(
         "max_new_tokens": sampling.max_new_tokens,
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": False,
+        # said outright, so that no default of the server or the model reshapes the distribution
+        # whose log-probs come back
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
     }
     body: dict[str, Any] = {
         "input_ids": [[int(t) for t in prompt_ids]] * len(rids),

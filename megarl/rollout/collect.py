@@ -3,7 +3,8 @@
 1. Every prompt becomes one request for its whole group; groups run at once, dealt out over the
    servers in turn, and come back in the order of the prompts, whatever finishes first.
 2. The seed of a sample is a hash of (run seed, step, prompt id, index): nothing else decides its
-   draws. A prompt that occurs twice in a step goes on counting, so no two samples share a seed.
+   draws. A prompt that occurs twice in a step, here or with another collector, goes on counting,
+   so no two samples share a seed.
 3. Every group is complete. An aborted response is asked for again with its own seed; if that fails
    too, collecting fails: a group that is silently short would bend its own advantages.
 """
@@ -18,16 +19,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.data.rewards import score
-from megarl.errors import ServerError
+from megarl.data.rewards import pad_rewards, score, step_tokens
+from megarl.errors import DataError, ServerError
 from megarl.protocols import Reward
 from megarl.rollout.client import RolloutClient, Sampling
-from megarl.types import Completion, Max, Mean, Metric, Prompt, Rollouts, Sample, StepMetrics, Sum
+from megarl.types import (
+    Completion,
+    Max,
+    Mean,
+    Metric,
+    Prompt,
+    Rollouts,
+    Sample,
+    Scored,
+    StepMetrics,
+    Sum,
+)
 
 T = TypeVar("T")
 Decode = Callable[[Sequence[int]], str]
 
-FULL_MARKS = 1.0  # a reward of at least this counts as correct
 _ABORT_TRIES = 3
 
 
@@ -37,7 +48,6 @@ class CollectSettings:
 
     samples_per_prompt: int
     temperature: float
-    max_new_tokens: int
     seed: int
     request_timeout_s: float
     routing: tuple[int, int] | None = None  # (MoE layers, experts a token) to record, or nothing
@@ -59,31 +69,40 @@ class RolloutCollector:
         self._settings, self._decode, self._reward = settings, decode, reward
         self._clients = [RolloutClient(url, key, settings.request_timeout_s) for url in urls]
         self._runner = asyncio.Runner()
+        self._reward_names: tuple[str, ...] = ()  # of the first response that was scored
+        self._named_by = ""  # that response
 
-    def collect(self, prompts: Sequence[Prompt], step: int) -> Rollouts:
+    def collect(
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        max_new_tokens: int,
+        *,
+        earlier: Sequence[Prompt] = (),
+    ) -> Rollouts:
         """Groups of scored samples, prompt by prompt. Raises ServerError, or DataError for a reward
-        that is no finite number."""
+        that is no finite number or has other components than those before it.
+
+        `earlier`: prompts that come before these in the same step, whoever samples them.
+        """
         settings = self._settings
-        sampling = Sampling(settings.temperature, settings.max_new_tokens)
-        seeds = sample_seeds(settings.seed, step, prompts, settings.samples_per_prompt)
+        sampling = Sampling(settings.temperature, max_new_tokens)
+        per_prompt = settings.samples_per_prompt
+        seeds = sample_seeds(settings.seed, step, prompts, per_prompt, earlier)
         start = time.monotonic()
         groups = self._ask(prompts, seeds, sampling, settings.routing)
         seconds = time.monotonic() - start
-        samples = [
-            self._sample(prompt, completion, group, index)
-            for group, (prompt, completions) in enumerate(zip(prompts, groups, strict=True))
-            for index, completion in enumerate(completions)
-        ]
-        generation = [Metric("rollout/generate_seconds", Max(seconds))]
-        return Rollouts(samples, rollout_metrics(samples, "rollout") + generation)
+        samples = self._samples(prompts, groups)
+        metrics = rollout_metrics(samples, "rollout")
+        return Rollouts(samples, metrics, self._reward_names, seconds)
 
     def evaluate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> StepMetrics:
         """One greedy response to every prompt."""
         seeds = sample_seeds(self._settings.seed, 0, prompts, 1)
         groups = self._ask(prompts, seeds, Sampling(0.0, max_new_tokens), None)
-        pairs = zip(prompts, groups, strict=True)
-        samples = [self._sample(p, group[0], i, 0) for i, (p, group) in enumerate(pairs)]
-        return rollout_metrics(samples, "eval")
+        samples = self._samples(prompts, groups)
+        components = component_metrics(samples, self._reward_names, "eval")
+        return rollout_metrics(samples, "eval") + components
 
     def close(self) -> None:
         async def close_clients() -> None:
@@ -107,35 +126,65 @@ class RolloutCollector:
         ]
         return self._runner.run(_all(calls))
 
+    def _samples(
+        self, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
+    ) -> list[Sample]:
+        samples = [
+            self._sample(prompt, completion, group, index)
+            for group, (prompt, completions) in enumerate(zip(prompts, groups, strict=True))
+            for index, completion in enumerate(completions)
+        ]
+        return pad_rewards(samples, len(self._reward_names) or 1)
+
     def _sample(self, prompt: Prompt, completion: Completion, group: int, index: int) -> Sample:
-        response = completion.token_ids
+        response = [int(t) for t in completion.token_ids]
         finished = completion.finish == "stop"
-        text = self._decode([int(t) for t in (response[:-1] if finished else response)])
+        spoken = response[:-1] if finished else response
+        text = self._decode(spoken)
         name = f"{prompt.id}/{index}"
-        value = score(self._reward, text, prompt.payload, finished=finished, sample=name)
+        scored = score(self._reward, text, prompt.payload, finished=finished, sample=name)
+        if finished:
+            self._compare_names(scored, name)
         asked = np.array(prompt.token_ids, np.int32)
+        zeros = np.zeros(len(asked), np.float32)
+        ends = step_tokens(spoken, [end for end, _ in scored.steps], self._decode)
+        steps = bool(scored.steps)
         return Sample(
             prompt_id=prompt.id,
             group=group,
             index=index,
-            tokens=np.concatenate([asked, response]),
+            tokens=np.concatenate([asked, completion.token_ids]),
             mask=np.arange(len(asked) + len(response)) >= len(asked),
-            rollout_logprobs=np.concatenate(
-                [np.zeros(len(asked), np.float32), completion.logprobs]
-            ),
-            rewards=np.array([value], np.float32),
-            correct=value >= FULL_MARKS,
+            rollout_logprobs=np.concatenate([zeros, completion.logprobs]),
+            rewards=np.array(list(scored.components.values()), np.float32),
+            correct=bool(scored.correct),
             truncated=not finished,
             version_spans=completion.version_spans,
             routing=completion.routing,
+            step_rewards=np.array([r for _, r in scored.steps], np.float32) if steps else None,
+            step_ends=np.array(ends, np.int32) + np.int32(len(asked)) if steps else None,
         )
+
+    def _compare_names(self, scored: Scored, sample: str) -> None:
+        names = tuple(scored.components)
+        if not self._reward_names:
+            self._reward_names, self._named_by = names, sample
+        elif names != self._reward_names:
+            raise DataError(
+                f"the reward of sample {sample} has the components {', '.join(names)}; accepted: "
+                f"those of sample {self._named_by}, {', '.join(self._reward_names)}"
+            )
 
 
 def sample_seeds(
-    run_seed: int, step: int, prompts: Sequence[Prompt], samples_per_prompt: int
+    run_seed: int,
+    step: int,
+    prompts: Sequence[Prompt],
+    samples_per_prompt: int,
+    earlier: Sequence[Prompt] = (),
 ) -> list[list[int]]:
-    """63-bit seeds of every prompt's samples."""
-    seen: Counter[str] = Counter()
+    """63-bit seeds of every prompt's samples; none that a prompt in ``earlier`` has."""
+    seen = Counter(prompt.id for prompt in earlier)
     seeds = []
     for prompt in prompts:
         first = seen[prompt.id] * samples_per_prompt
@@ -163,6 +212,17 @@ def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
         Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
         Metric(f"{area}/tokens", Sum(sum(len(s.tokens) for s in samples))),
         Metric(f"{area}/samples", Sum(count)),
+    ]
+
+
+def component_metrics(samples: Sequence[Sample], names: Sequence[str], area: str) -> StepMetrics:
+    """Means of the reward's components; of a reward that has only one, nothing beyond the whole."""
+    count = len(samples)
+    if len(names) < 2:
+        return []
+    return [
+        Metric(f"{area}/reward/{name}", Mean(sum(float(s.rewards[i]) for s in samples), count))
+        for i, name in enumerate(names)
     ]
 
 

@@ -24,6 +24,8 @@ def test_every_setting_of_every_policy_has_a_row() -> None:
         assert f"| `{name}` | {fields.accepted(setting.info)} |" in text.replace(r"\|", "|")
     for tag in ("gspo", "ppo_clip", "sapo", "reinforce", "sft"):
         assert f"### algo.policy, name: {tag}\n" in text
+    for inner in ("algo.kl.adaptive", "rollout.length_stages[]", "algo.entropy, name: adaptive"):
+        assert f"### {inner}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -39,26 +41,74 @@ def test_every_setting_of_every_policy_has_a_row() -> None:
         ("rollout.urls", "a list of texts"),
         ("algo.policy.dual_clip", "a number > 1, or null"),
         ("algo.policy.eps_low", "a number > 0 and < 1"),
+        ("algo.kl.adaptive.target", "a number > 0"),
+        (
+            "rollout.length_stages",
+            "a list of sections with the keys max_new_tokens, until_step, until_converged",
+        ),
+        ("rollout.length_stages[].until_step", "an integer > 0, or null"),
     ],
 )
 def test_what_a_setting_accepts_is_said_in_words(key: str, words: str) -> None:
     assert fields.accepted(next(s.info for s in fields.settings() if s.key == key)) == words
 
 
+WHOLE = {
+    "run": {"dir": "/r", "steps": 1},
+    "model": {"hf": "/m"},
+    "optim": {"lr": 1},
+    "algo": {
+        "policy": {"name": "gspo"},
+        "kl": {"coef": 1, "adaptive": {"target": 1, "horizon": 1}},
+        "entropy": {"name": "adaptive"},
+        **{"correction": {}, "opsm": {"delta": 1}, "value": {}, "dynamic_sampling": {}},
+        "overlong": {"l_max": 2, "l_cache": 1},
+    },
+    "rollout": {"length_stages": [{"max_new_tokens": 1, "until_converged": {}}]},
+}
+CHOSEN = {
+    "algo.policy": "gspo",
+    "algo.advantage": "grpo",
+    "algo.aggregation": "seq_mean_token_mean",
+    "algo.entropy": "adaptive",
+}
+
+
+def leaves(value: object, key: str) -> set[str]:
+    """Dotted keys of a dumped configuration; a list of sections is a leaf and has leaves."""
+    if isinstance(value, dict):
+        prefix = f"{key}." if key else ""
+        return {leaf for name, inner in value.items() for leaf in leaves(inner, f"{prefix}{name}")}
+    items = value if isinstance(value, list | tuple) else []
+    return {key}.union(*(leaves(v, f"{key}[]") for v in items if isinstance(v, dict)))
+
+
 def test_there_is_a_setting_for_every_leaf_of_a_resolved_configuration() -> None:
-    raw = {
-        "run": {"dir": "/r", "steps": 1},
-        "model": {"hf": "/m"},
-        "optim": {"lr": 1},
-        "algo": {"policy": {"name": "gspo"}},
+    config = Config.model_validate(WHOLE)
+    keys = {
+        s.key
+        for s in fields.settings()
+        if s.member is None or CHOSEN[s.key.rpartition(".")[0]] == s.member
     }
-    config = Config.model_validate(raw)
-    keys = {s.key for s in fields.settings() if s.member in (None, "gspo")}
-    dumped = {
-        f"{section}.{name}" for section, values in config.model_dump().items() for name in values
+    assert keys == leaves(config.model_dump(), "")
+
+
+def test_given_keys_are_what_was_set_and_sections_given_without_a_setting() -> None:
+    config = Config.model_validate(WHOLE)
+    given = fields.given_keys(config)
+    assert {k: fields.lookup(config, k) for k in given} == given
+    assert set(given) == {
+        *("run.dir", "run.steps", "model.hf", "optim.lr", "algo.policy.name", "algo.kl.coef"),
+        *("algo.kl.adaptive.target", "algo.kl.adaptive.horizon", "algo.entropy.name"),
+        *("algo.correction", "algo.opsm.delta", "algo.value", "algo.dynamic_sampling"),
+        *("algo.overlong.l_max", "algo.overlong.l_cache", "rollout.length_stages"),
     }
-    assert keys - {k for k in keys if k.count(".") == 2} == dumped - {"algo.policy"}
-    assert {k: fields.lookup(config, k) for k in fields.given_keys(config)} == {
-        **{"run.dir": Path("/r"), "run.steps": 1, "model.hf": Path("/m")},
-        **{"optim.lr": 1.0, "algo.policy.name": "gspo"},
-    }
+    plain = Config.model_validate({**WHOLE, "algo": {"policy": {"name": "gspo"}}, "monitor": {}})
+    assert "monitor" not in fields.given_keys(plain)  # the default itself
+
+
+def test_the_schema_of_a_choice_is_that_of_what_was_chosen() -> None:
+    config = Config.model_validate(WHOLE)
+    assert fields.field_of(config, "algo.entropy.c_max").get_default() == 1.0
+    assert fields.field_of(config, "algo.kl").get_default() is None
+    assert fields.field_of(config, "run").is_required()

@@ -125,8 +125,12 @@ def test_a_tilde_is_the_home_directory() -> None:
         ("train.lr=1", "train.lr", ["did you mean optim.lr?", "keys of train: row_tokens"]),
         ("lr=1", "lr", ["did you mean optim.lr?"]),
         ("algo.policy.eps_lo=.1", "algo.policy.eps_lo", ["did you mean algo.policy.eps_low?"]),
-        ("algo.policy.dual_clip=3", "algo.policy.dual_clip", ["policy ppo_clip only", "gspo has"]),
-        ("algo.policy.tau_pos=3", "algo.policy.tau_pos", ["of the policy sapo only"]),
+        (
+            "algo.policy.dual_clip=3",
+            "algo.policy.dual_clip",
+            ["an option of ppo_clip, aspo"],
+        ),
+        ("algo.policy.tau_pos=3", "algo.policy.tau_pos", ["an option of sapo only"]),
         # values
         ("run.mode=rll", "run.mode", ['"rll" (the command line)', "one of rl, sft, train_only"]),
         ("run.steps=ten", "run.steps", ['"ten"', "an integer > 0"]),
@@ -142,10 +146,52 @@ def test_a_tilde_is_the_home_directory() -> None:
         ("optim.betas=[1]", "optim.betas", ["[1]", "a list of 2 numbers"]),
         ("rollout.urls=http://a:1", "rollout.urls", ['"http://a:1"', "a list of texts"]),
         ("rollout.server_args=[a,0.8]", "rollout.server_args[1]", ["0.8", "in quotes"]),
-        ("algo.policy=gspo", "algo.policy", ['"gspo"', "a section with name: gspo, ppo_clip"]),
+        ("algo.policy=gspo", "algo.policy", ['"gspo"', "a section with name: gspo, gspo_token"]),
         ("algo.policy.name=gsop", "algo.policy.name", ['"gsop"', "did you mean gspo?", "sapo"]),
         ("optim=3", "optim", ["3", "a section with the keys lr, betas"]),
         ("optim.lr.max=3", "optim.lr", ["a number > 0"]),
+        # inside sections of sections, and of lists
+        (
+            "algo.kl={coef: 1, adaptive: {target: x, horizon: 1}}",
+            "algo.kl.adaptive.target",
+            ['"x"', "a number > 0"],
+        ),
+        (
+            "algo.kl={coef: 1, adaptive: {target: 1, horizon: 1, horizn: 2}}",
+            "algo.kl.adaptive.horizn",
+            ["unknown key", "did you mean algo.kl.adaptive.horizon?"],
+        ),
+        (
+            "rollout.length_stages=[{max_new_tokens: 1},{max_new_tokens: 0}]",
+            "rollout.length_stages[1].max_new_tokens",
+            ["0 (the command line)", "an integer > 0"],
+        ),
+        (
+            "rollout.length_stages=[{max_new_tokens: true}]",
+            "rollout.length_stages[0].max_new_tokens",
+            ["true", "an integer > 0"],
+        ),
+        (
+            "rollout.length_stages=[{max_new_tokens: 1, until_stp: 2}]",
+            "rollout.length_stages[0].until_stp",
+            ["unknown key", "did you mean rollout.length_stages[0].until_step? keys of"],
+        ),
+        (
+            "rollout.length_stages=[{until_step: 2}]",
+            "rollout.length_stages[0].max_new_tokens",
+            ["nothing; it has to be set"],
+        ),
+        (
+            "rollout.length_stages=[{max_new_tokens: 1, until_converged: {window: 0}}]",
+            "rollout.length_stages[0].until_converged.window",
+            ["0", "an integer > 0"],
+        ),
+        (
+            "rollout.length_stages={max_new_tokens: 1}",
+            "rollout.length_stages",
+            ["a list of sections with the keys max_new_tokens, until_step"],
+        ),
+        ("rollout.length_stages=[3]", "rollout.length_stages[0]", ["3 (the command line)"]),
         # placeholders
         ("model.hf=/path/to/model", "model.hf", ["/path/to/model", "a placeholder", "your own"]),
         ("data.prompts=<prompts.jsonl>", "data.prompts", ["a placeholder"]),
@@ -206,7 +252,7 @@ def test_missing_settings_are_listed_one_by_one_with_what_they_mean() -> None:
     found = problems([], [])
     assert list(found) == ["run.dir", "run.steps", "model.hf", "algo.policy", "optim.lr"]
     assert "Hugging Face folder" in found["model.hf"]
-    assert "gspo, ppo_clip, sapo, reinforce, sft" in found["algo.policy"]
+    assert "gspo, gspo_token, ppo_clip, sapo" in found["algo.policy"]
     found = problems([], [*NEEDED, "algo.policy.eps_low=0.1"])
     assert list(found) == ["algo.policy.name"] and "gspo" in found["algo.policy.name"]
 
@@ -244,6 +290,9 @@ RICH = [
     "model.load=null",
     "rollout.urls=[http://a:1]",
     "algo.policy.eps_low=2e-4",
+    "algo.dynamic_sampling={}",
+    "algo.kl={coef: 0.1, adaptive: {target: 1, horizon: 2}}",
+    "rollout.length_stages=[{max_new_tokens: 8, until_converged: {}},{max_new_tokens: 16}]",
 ]
 
 
@@ -254,10 +303,13 @@ def test_what_was_given_loads_to_the_same_configuration(tmp_path: Path) -> None:
     assert again == config and dump_given(again) == text
     assert again.data.reward == "${x}" and again.run.dir == Path("1e-4")
     assert "weight_decay" not in text and "sync" not in text  # only what was set
+    assert "until_step" not in text and again.algo.dynamic_sampling is not None
 
 
 def test_the_policy_is_named_even_where_the_name_was_a_default(tmp_path: Path) -> None:
-    from megarl.config.schema import AlgoSection, GspoPolicy, ModelSection, OptimSection, RunSection
+    from megarl.config.algo import AlgoSection
+    from megarl.config.policies import GspoPolicy
+    from megarl.config.schema import ModelSection, OptimSection, RunSection
 
     config = Config(
         run=RunSection(dir="/r", steps=1),

@@ -108,6 +108,7 @@ def assert_exactly(case: Case, place: Path) -> None:
 
 
 URLS = ["rollout.urls=[http://a:1]", "rollout.key_file=HERE/key"]
+STAGES = "rollout.length_stages="
 VALID = [
     Case([], {}),
     Case([], {}, "sft"),
@@ -128,6 +129,19 @@ VALID = [
     Case(["sync.backend=nccl", *URLS], {}, num_gpus=8),
     Case(["optim.warmup_steps=5", "optim.decay_fraction=0.5", "optim.min_lr_ratio=0.1"], {}),
     Case(["optim.warmup_steps=15", "algo.minibatches=2"], {}),
+    Case(
+        [
+            f"{STAGES}[{{max_new_tokens: 8, until_step: 4}},{{max_new_tokens: 16, until_converged: "
+            "{window: 2}},{max_new_tokens: 32, until_step: 9},{max_new_tokens: 63}]"
+        ],
+        {},
+    ),
+    Case([f"{STAGES}[{{max_new_tokens: 8}}]"], {}),
+    Case(["algo.overlong={l_max: 19, l_cache: 4}", "algo.dynamic_sampling={}"], {}),
+    Case(["algo.overlong={l_max: 999, l_cache: 999}"], {}, "train_only"),
+    Case(["algo.dynamic_sampling={}"], {}, "train_only"),
+    Case(["data.samples_per_prompt=1", "algo.advantage.name=reinforce_pp"], {}),
+    Case(["data.samples_per_prompt=1", "algo.advantage={name: grpo, singleton: raw}"], {}),
     # Saying that something is off is true, not without effect.
     Case(
         ["eval.every=0", "model.load=null", "rollout.urls=[]", "monitor.record_rollouts=false"], {}
@@ -181,7 +195,10 @@ SETTINGS = [
     Case(["data.prompts_per_step=2", "algo.minibatches=2"],
          {"data.prompts_per_step": ["dp 2 ranks in each of 2"]}, "sft"),
     Case(["data.samples_per_prompt=1"],
-         {"data.samples_per_prompt": ["1", "at least 2: algo.advantage=grpo"]}),
+         {"data.samples_per_prompt": ["1", "at least 2: algo.advantage.name=grpo"]}),
+    Case(["data.samples_per_prompt=1", "algo.dynamic_sampling={}",
+          "algo.advantage.name=reinforce_pp"],
+         {"data.samples_per_prompt": ["1", "at least 2: algo.dynamic_sampling"]}),
     # schedule
     Case(["optim.betas=[0.9,1]"], {"optim.betas[1]": ["1.0", ">= 0 and < 1"]}),
     Case(["optim.betas=[-0.1,0.9]"], {"optim.betas[0]": ["-0.1"]}),
@@ -192,7 +209,7 @@ SETTINGS = [
     Case(["data.prompts=null"], {"data.prompts": ["nothing", "run.mode=rl reads it"]}),
     Case(["data.demonstrations=null"], {"data.demonstrations": ["run.mode=sft"]}, "sft"),
     Case(["data.recorded=null"], {"data.recorded": ["run.mode=train_only"]}, "train_only"),
-    Case(["algo.policy.name=sft"], {"algo.policy.name": ["sft", "gspo, ppo_clip", "run.mode=rl"]}),
+    Case(["algo.policy.name=sft"], {"algo.policy.name": ["sft", "gspo, gspo_token", "=rl"]}),
     Case(["algo.policy.name=sapo"], {"algo.policy.name": ["sapo | sft, as run.mode=sft"]}, "sft"),
     Case(["eval.every=2"], {"data.heldout": ["nothing", "eval.every=2 reads it"]}),
     Case(["eval.every=2", "data.heldout=HERE/model/../prompts.jsonl"],
@@ -205,6 +222,36 @@ SETTINGS = [
     Case(["train.row_tokens=16", *URLS], {"train.row_tokens": ["16", "context_length = 64"]}),
     Case(["rollout.context_length=129"],
          {"rollout.context_length": ["129", "max_position_embeddings = 128"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8}},{{max_new_tokens: 16}}]"],
+         {"rollout.length_stages[0]": ["no end | one of until_step and until_converged"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_step: 2, until_converged: {{}}}},"
+          "{max_new_tokens: 16}]"],
+         {"rollout.length_stages[0]": ["until_step and until_converged | one of"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_step: 2}}]"],
+         {"rollout.length_stages[0].until_step": ["2", "nothing: the last stage lasts"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_converged: {{window: 3}}}}]"],
+         {"rollout.length_stages[0].until_converged": ["window=3", "nothing: the last stage"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_step: 2}},{{max_new_tokens: 8}}]"],
+         {"rollout.length_stages[1].max_new_tokens": ["8 | more than the 8 of the stage before"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_step: 10}},{{max_new_tokens: 16}}]"],
+         {"rollout.length_stages[0].until_step": ["10 | less than run.steps = 10"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 4, until_step: 5}},{{max_new_tokens: 8, until_converged: "
+          "{}},{max_new_tokens: 9, until_step: 5},{max_new_tokens: 16}]"],
+         {"rollout.length_stages[2].until_step": ["5 | more than the 5 of an earlier stage, and"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8, until_step: 3}},{{max_new_tokens: 64}}]"],
+         {"rollout.length_stages[1].max_new_tokens": ["64", "context_length = 64"]}),
+    Case([f"{STAGES}[{{max_new_tokens: 8}}]", "rollout.max_new_tokens=8"],
+         {"rollout.max_new_tokens": ["8, which has no effect", "leave out one of the two"]}),
+    Case(["algo.overlong={l_max: 8, l_cache: 9}"],
+         {"algo.overlong.l_cache": ["9 | at most algo.overlong.l_max = 8"]}),
+    Case(["algo.overlong={l_max: 8, l_cache: 9}"],
+         {"algo.overlong.l_cache": ["9 | at most algo.overlong.l_max = 8"]}, "train_only"),
+    Case(["algo.overlong={l_max: 20, l_cache: 4}"],
+         {"algo.overlong": ["l_max - l_cache = 16, which has no effect",
+                            "rollout.max_new_tokens = 16"]}),
+    Case(["algo.overlong={l_max: 20, l_cache: 4}",
+          f"{STAGES}[{{max_new_tokens: 8, until_step: 3}},{{max_new_tokens: 12}}]"],
+         {"algo.overlong": ["= 16", "rollout.length_stages[1].max_new_tokens = 12"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),

@@ -39,6 +39,8 @@ def unusual_samples() -> list[Sample]:
             **vars(routed)
             | {"prompt_id": "päß,\n\0x", "routing": routing, "rollout_logprobs": logprobs}
             | {"version_spans": spans, "rewards": np.array([1, -0.0, 2], np.float32)}
+            | {"trajectory": 3, "values": logprobs, "ref_logprobs": logprobs[::-1].copy()}
+            | {"step_rewards": odd, "step_ends": np.arange(4, dtype=np.int32)}
         ),
         Sample(**vars(bare) | {"rewards": np.zeros(0, np.float32), "truncated": True}),
     ]

@@ -49,10 +49,31 @@ SAMPLES = [
     sample(5, routing=None, version_spans=()),
     sample(2, correct=False, truncated=True, rewards=np.zeros(0, np.float32)),
     sample(6, rollout_logprobs=np.asarray([np.nan, -np.inf, -0.0, 1, 2, 3], np.float32)),
+    sample(
+        8,
+        trajectory=0,
+        step_rewards=np.asarray([np.nan, -1, 0.5], np.float32),
+        step_ends=np.asarray([2, 2, 7], np.int32),
+        values=np.arange(8, dtype=np.float32),
+        ref_logprobs=-np.arange(8, dtype=np.float32),
+    ),
+    sample(
+        4,
+        trajectory=7,
+        step_rewards=np.zeros(0, np.float32),
+        step_ends=np.zeros(0, np.int32),
+    ),
+    sample(3, ref_logprobs=np.asarray([-0.0, np.nan, 1], np.float32)),
 ]
+# Arrays of a file of format 1: without the fields that came with format 2.
+FORMAT_1 = {
+    *("format", "prompt_id", "group", "index", "correct", "truncated", "length"),
+    *("tokens", "mask", "rollout_logprobs", "num_rewards", "rewards", "num_spans", "spans"),
+    *("routing_shape", "routed", "routing"),
+}
 
 
-@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("count", [0, 1, 4, 7])
 def test_samples_come_back_bit_for_bit(tmp_path: Path, count: int) -> None:
     path = recorded_path(tmp_path / "rollouts", 7)
     write_samples(path, SAMPLES[:count])
@@ -92,18 +113,56 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: Any) -> None:
         read_samples(path)
 
 
+def arrays_of(path: Path) -> dict[str, Any]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}
+
+
 def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     path = recorded_path(tmp_path, 0)
     write_samples(path, SAMPLES)
-    with np.load(path) as file:
-        arrays = {name: file[name] for name in file.files}
-    for name in ("tokens", "rewards", "routing", "spans"):
+    arrays = arrays_of(path)
+    ragged = {"tokens", "rewards", "routing", "spans", *NEW, *(f"len_{name}" for name in NEW)}
+    for name in ragged:
         np.savez(path, **{**arrays, name: arrays[name][:-1]})
         with pytest.raises(DataError, match=r"step_0\.npz"):
             read_samples(path)
-    np.savez(path, **{**arrays, "format": np.asarray(2)})
-    with pytest.raises(DataError, match="format 2; accepted: 1"):
+    np.savez(path, **{**arrays, "format": np.asarray(3)})
+    with pytest.raises(DataError, match="format 3; accepted: 1 or 2"):
         read_samples(path)
+
+
+NEW = ("trajectory", "step_rewards", "step_ends", "values", "ref_logprobs")
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_lengths_that_fit_the_array_but_not_the_sample_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    """One entry too many in one sample, one too few in another; a field that is missing."""
+    path = recorded_path(tmp_path, 0)
+    full = [SAMPLES[4], SAMPLES[4]]
+    write_samples(path, full)
+    arrays = arrays_of(path)
+    assert len(read_samples(path)) == 2
+    lengths = arrays[f"len_{name}"]
+    np.savez(path, **{**arrays, f"len_{name}": lengths + np.asarray([1, -1])})
+    with pytest.raises(DataError, match=r"step_0\.npz"):
+        read_samples(path)
+    np.savez(path, **{k: v for k, v in arrays.items() if k != f"len_{name}"})
+    with pytest.raises(DataError, match=r"step_0\.npz"):
+        read_samples(path)
+
+
+def test_files_of_format_1_are_still_read(tmp_path: Path) -> None:
+    path = recorded_path(tmp_path, 0)
+    write_samples(path, SAMPLES)
+    arrays = arrays_of(path)
+    assert set(arrays) > FORMAT_1
+    old = {k: v for k, v in arrays.items() if k in FORMAT_1} | {"format": np.asarray(1)}
+    np.savez(path, **old)
+    for a, b in zip(SAMPLES, read_samples(path), strict=True):
+        assert_same(dataclasses.replace(a, **dict.fromkeys(NEW)), b)
 
 
 class Bomb:

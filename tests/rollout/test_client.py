@@ -52,7 +52,7 @@ class Odd:
         answer = await self._generate(self, request, body)
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
-    async def ask(self, timeout_s: float = 5.0, n: int = 2) -> Any:
+    async def ask(self, timeout_s: float = 5.0, n: int = 2, sampling: Sampling = SAMPLING) -> Any:
         app = web.Application()
         app.router.add_post("/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -62,7 +62,7 @@ class Odd:
         host, port = runner.addresses[0][:2]
         client = RolloutClient(f"http://{host}:{port}", "key", timeout_s)
         try:
-            return await client.generate_group([2, 3], n, SAMPLING, list(range(n)))
+            return await client.generate_group([2, 3], n, sampling, list(range(n)))
         finally:
             await client.close()
             await runner.cleanup()

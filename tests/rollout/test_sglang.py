@@ -54,11 +54,11 @@ def test_sglang_is_started_asked_updated_and_ended(
     )
     log = fleet.managed[0].log_file.read_text()
     assert fleet.key not in log and "***" in log  # it logs its arguments
-    settings = CollectSettings(2, 1.0, 8, 0, 60.0, routing=(LAYERS, TOP_K))
+    settings = CollectSettings(2, 1.0, 0, 60.0, routing=(LAYERS, TOP_K))
     collector = RolloutCollector(fleet.urls, fleet.key, settings, decode=str, reward=lambda *_: 1.0)
 
     def check(reference: Reference, version: int) -> None:
-        for sample in collector.collect(PROMPTS, version).samples:
+        for sample in collector.collect(PROMPTS, version, 8).samples:
             tokens = sample.tokens.tolist()
             expected = reference.logprobs(tokens)[2:]
             got = torch.from_numpy(sample.rollout_logprobs[3:])
