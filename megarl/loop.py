@@ -4,8 +4,9 @@ One step, on every rank:
 
 1. **samples**: from the rollout servers, demonstrations or a recording (``sources.py``); the same
    list everywhere.
-2. **plan**: advantages, aggregation weights and packed rows (``experience.py``).
-3. **old log-probs**, then **train**: the actor's forward and backward passes (``actor/step.py``).
+2. **plan**: optimizer steps and packed rows; **old and reference log-probs**, and a critic's
+   **values**: forward passes; **advantages** and what weighs every token (``experience.py``).
+3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's.
 4. **after the update**: new weights to the servers, held-out evaluation (``sources.py``).
 5. **report** and, when due, **checkpoint**.
 
@@ -16,21 +17,26 @@ decided by all ranks together, at the same step.
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megarl.actor.actor import MegatronActor, build_actor
+from megarl.actor.critic import HEAD, MegatronCritic, build_critic
 from megarl.actor.setup import Parallel, destroy_parallel, init_parallel
-from megarl.actor.state import load_actor, load_model, parameter_bytes, save_actor
-from megarl.checkpoint.manager import MEGATRON, CheckpointManager
+from megarl.actor.state import load_model, load_trained, parameter_bytes, save_trained
+from megarl.actor.trained import TrainedModel
+from megarl.algos.control import Controllers
+from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config
 from megarl.config.validate import optimizer_steps
 from megarl.errors import RunError
-from megarl.experience import advantages_of, make_plan
-from megarl.hostcomm import agree, any_rank, broadcast_json, gather_bytes
+from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
+from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
 from megarl.models.spec import read_spec
-from megarl.monitor.metrics import decode, encode, merge_metrics, reduce_metrics
+from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.rundir import RunDir
@@ -51,11 +57,18 @@ class Parts:
     rundir: RunDir
     parallel: Parallel
     actor: MegatronActor
+    critic: MegatronCritic | None
     source: Source
     checkpoints: CheckpointManager
     reporter: Reporter
     timer: PhaseTimer
     stop: StopRequest
+    controllers: Controllers
+
+    @property
+    def trained(self) -> dict[str, TrainedModel]:
+        """What a checkpoint holds, by folder."""
+        return _trained(self.actor, self.critic)
 
 
 def run(config: Config, rundir: RunDir, job: Job, stop: StopRequest) -> None:
@@ -94,22 +107,31 @@ def _steps(parts: Parts, step: int) -> None:
 
 
 def train_step(parts: Parts, step: int) -> None:
-    """The five stages of the module docstring."""
-    timer, actor, parallel = parts.timer, parts.actor, parts.parallel
+    """The stages of the module docstring."""
+    timer, actor, critic, parallel = parts.timer, parts.actor, parts.critic, parts.parallel
     with timer("step"):
         with timer("rollout"):
             samples, metrics = parts.source.take(step)
         with timer("plan"):
-            advantages, advantage_metrics = advantages_of(samples, parts.config)
-            plan = make_plan(samples, advantages, parts.config, parallel.mesh, parallel.at.dp)
+            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp)
         with timer("old_logprobs"):
-            metrics += actor.logprobs(plan)
+            actor.logprobs(plan)
+        if critic is not None:
+            with timer("values"):
+                critic.values(plan)
+        with timer("advantages"):
+            shared = complete_plan(
+                plan, samples, parts.config, parts.controllers, ranks_of(parallel)
+            )
         with timer("train"):
             metrics += actor.train(plan)
+        if critic is not None:
+            with timer("train_critic"):
+                metrics += critic.train(plan)
         with timer("sync"):
             metrics += parts.source.updated(step)
     if parallel.rank == 0:
-        metrics += advantage_metrics
+        metrics += shared
         metrics.append(Metric("perf/tokens", Sum(float(sum(len(s.tokens) for s in samples)))))
     with timer("eval"):
         metrics += parts.source.evaluate(step)
@@ -119,14 +141,17 @@ def train_step(parts: Parts, step: int) -> None:
 def save(parts: Parts, step: int) -> None:
     """Checkpoint ``step``; everything a later run needs to go on from here."""
     parts.stop.where = f"checkpoint {step}"
-    actor = parts.actor
+    trained = parts.trained
     path = parts.checkpoints.save(
         step,
-        loop_state={"source": parts.source.state()},
-        model=actor.spec.as_json(),
+        loop_state={
+            "source": parts.source.state(),
+            "controllers": parts.controllers.state(),
+        },
+        model=parts.actor.spec.as_json(),
         hf_files=parts.config.model.hf,
-        write_parts=lambda folder: save_actor(actor, folder),
-        num_bytes=parameter_bytes(actor) * parts.parallel.mesh.world_size,
+        write_parts={name: partial(save_trained, model) for name, model in trained.items()},
+        num_bytes=sum(map(parameter_bytes, trained.values())) * parts.parallel.mesh.world_size,
     )
     parts.reporter.note(f"checkpoint {path}")
 
@@ -145,21 +170,26 @@ def _build(
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
+    critic = None
+    if config.critic.lr is not None:
+        critic = build_critic(config, spec, parallel, optimizer_steps(config))
     checkpoints = CheckpointManager(
         rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
     )
+    if config.model.load is not None and (resume is None or needs_reference(config)):
+        stop.where = f"loading {config.model.load}"
+        _load_weights(_trained(actor, critic), config.model.load / MEGATRON)
+    if needs_reference(config):
+        actor.keep_reference()
     step = 0
     loop_state: dict[str, Any] | None = None
     if resume is not None:
         stop.where = f"loading checkpoint {resume}"
         folder = rundir.checkpoints / f"step_{resume}"
         loop_state = checkpoints.loop_state(resume)
-        load_actor(actor, folder / MEGATRON)
+        for name, model in _trained(actor, critic).items():
+            load_trained(model, folder / name)
         step = resume
-    elif config.model.load is not None:
-        stop.where = f"loading {config.model.load}"
-        load_model(actor.model, parallel, config.model.load / MEGATRON)
-        actor.optimizer.reload_model_params()
     reporter = Reporter(
         rundir,
         total_steps=config.run.steps,
@@ -172,10 +202,34 @@ def _build(
     surroundings = Surroundings(config, rundir, job, parallel, actor, stop)
     source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
+    controllers = Controllers.of(config.algo)
     if loop_state is not None:
         source.load_state(loop_state["source"])
-    timer = PhaseTimer()
-    return Parts(config, rundir, parallel, actor, source, checkpoints, reporter, timer, stop), step
+        controllers.load_state(loop_state["controllers"])
+    parts = Parts(
+        *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
+        *(PhaseTimer(), stop, controllers),
+    )
+    return parts, step
+
+
+def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, TrainedModel]:
+    return {MEGATRON: actor} if critic is None else {MEGATRON: actor, CRITIC: critic}
+
+
+def _load_weights(trained: dict[str, TrainedModel], path: Path) -> None:
+    """The policy's weights into every model; a critic keeps its head."""
+    for name, model in trained.items():
+        load_model(model.model, model.parallel, path, but=HEAD if name == CRITIC else None)
+        model.optimizer.reload_model_params()
+
+
+def ranks_of(parallel: Parallel) -> Ranks:
+    return Ranks(
+        gather=partial(gather_and_share, group=parallel.host),
+        holds=parallel.last_stage,
+        speaks=parallel.speaks_for_rows,
+    )
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -228,7 +282,6 @@ def _report(parts: Parts, step: int, metrics: StepMetrics, samples: list[Sample]
     if gathered is None:
         return
     values = reduce_metrics([decode(part) for part in gathered])
-    if "perf/tokens" in values and values.get("time/step"):
-        values["perf/tokens_per_s"] = values["perf/tokens"] / values["time/step"]
+    values |= derived(values)
     kept = parts.source.readable(samples, step, parts.config.monitor.samples_per_step)
     parts.reporter.step(step, values, kept)

@@ -8,7 +8,9 @@ from megarl.mesh import Mesh
 from megarl.models.spec import ModelSpec
 
 
-def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+) -> TransformerConfig:
     """Every field that decides what is computed is set here, from ``spec`` or for a reason given
     here.
     """
@@ -35,7 +37,8 @@ def transformer_config(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> Trans
         moe_router_topk=spec.topk or 2,
         moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over the chosen = renormalised
         moe_router_dtype="fp32",
-        moe_router_load_balancing_type="none",  # an auxiliary loss depends on the split
+        moe_router_load_balancing_type="aux_loss" if moe_aux_loss_coef else "none",
+        moe_aux_loss_coeff=moe_aux_loss_coef,
         moe_token_dispatcher_type="alltoall",
         # layout
         tensor_model_parallel_size=mesh.tp,

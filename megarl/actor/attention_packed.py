@@ -19,6 +19,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
+from megarl.data.packing import local_index
+
 
 def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     """``cu_seqlens`` i32 [S + 1]: padded bounds. Padding sits at a segment's end, where causality
@@ -32,21 +34,6 @@ def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
-    """Row positions that context-parallel ``rank`` holds, i64 [T / cp], in its order."""
-    if cp == 1:
-        return torch.arange(bounds[-1])
-    parts = []
-    for start, end in pairwise(bounds):
-        chunk = (end - start) // (2 * cp)
-        assert chunk * 2 * cp == end - start, (
-            f"segment of {end - start} tokens is not cut by 2 * cp = {2 * cp}"
-        )
-        for k in (rank, 2 * cp - 1 - rank):
-            parts.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
-    return torch.cat(parts)
 
 
 @functools.lru_cache(maxsize=64)

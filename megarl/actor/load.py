@@ -17,9 +17,11 @@ def load_hf_weights(
     checkpoint: HfCheckpoint,
     spec: ModelSpec,
     parallel: Parallel,
+    *,
+    but: str | None = None,
 ) -> None:
-    """Fill every parameter of every chunk from ``checkpoint``; each rank reads only the tensors it
-    holds a part of.
+    """Fill every parameter of every chunk from ``checkpoint``, ``but`` one, if any; each rank reads
+    only the tensors it holds a part of.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies.
@@ -28,6 +30,8 @@ def load_hf_weights(
     check_complete(checkpoint, spec)
     with torch.no_grad():
         for name, parameter in global_parameters(model, parallel):
+            if name == but:
+                continue
             rank, size = tp_place(name, mapping, parallel)
             tensors = [checkpoint.get(hf) for hf in mapping.hf_names(name)]
             shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)

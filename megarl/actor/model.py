@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.actor.arguments import transformer_config
 from megarl.actor.attention_packed import PackedAttention, PackedRotaryEmbedding, RMSNorm
 from megarl.actor.setup import Parallel
+from megarl.config.schema import PrecisionSection
 from megarl.models.mapping import padded_vocab_size
 from megarl.models.spec import ModelSpec
 
@@ -32,11 +33,17 @@ def padded_vocab(spec: ModelSpec) -> int:
     return padded_vocab_size(spec.vocab, VOCAB_MULTIPLE)
 
 
-def build_model(spec: ModelSpec, parallel: Parallel, dtype: torch.dtype) -> list[GPTModel]:
+def dtype_of(settings: PrecisionSection) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[settings.dtype]
+
+
+def build_model(
+    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+) -> list[GPTModel]:
     """This rank's part of the model, chunk by chunk, weights uninitialised. Local layer spec with
     our attention (no TE). The chunks share one configuration.
     """
-    config = transformer_config(spec, parallel.mesh, dtype)
+    config = transformer_config(spec, parallel.mesh, dtype, moe_aux_loss_coef)
     return [_build_chunk(config, spec, parallel, k) for k in range(parallel.mesh.vpp)]
 
 

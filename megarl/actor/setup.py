@@ -40,6 +40,11 @@ class Parallel:
         """One of the ranks with the same per-token results: sums count a token once."""
         return self.last_stage and self.at.tp == 0
 
+    @property
+    def speaks_for_rows(self) -> bool:
+        """One of the ranks with the same whole rows."""
+        return self.speaks_for_tokens and self.at.cp == 0
+
 
 def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: float) -> Parallel:
     """Build every group of the layout. Collective over the mesh.

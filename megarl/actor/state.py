@@ -1,4 +1,4 @@
-"""The actor's state in Megatron's distributed checkpoint format (torch_dist), readable in any
+"""A trained model's state in Megatron's distributed checkpoint format (torch_dist), readable in any
 layout.
 
 ``fully_reshardable`` optimizer state: a checkpoint of one layout loads into another. Model weights
@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.actor.actor import MegatronActor
 from megarl.actor.names import unwrap
 from megarl.actor.setup import Parallel
+from megarl.actor.trained import TrainedModel
 from megarl.errors import DataError, RunError
 
 
@@ -35,29 +35,37 @@ def save_model(model: Sequence[torch.nn.Module], parallel: Parallel, path: Path)
     _save({"model": _model_state(model, parallel)}, parallel, path)
 
 
-def load_model(model: Sequence[torch.nn.Module], parallel: Parallel, path: Path) -> None:
-    """Model weights from any checkpoint of the same model. Collective."""
-    state = _load({"model": _model_state(model, parallel)}, parallel, path)
-    _fill(model, state["model"])
+def load_model(
+    model: Sequence[torch.nn.Module], parallel: Parallel, path: Path, *, but: str | None = None
+) -> None:
+    """Model weights from any checkpoint of the same model; a parameter ``but`` keeps its values.
+    Collective.
+    """
+    wanted = _model_state(model, parallel)
+    kept = {chunk: state.pop(but) for chunk, state in wanted.items() if but in state}
+    found = _load({"model": wanted}, parallel, path)["model"]
+    for chunk, tensor in kept.items():
+        found[chunk][but] = tensor.data
+    _fill(model, found)
 
 
-def save_actor(actor: MegatronActor, path: Path) -> None:
+def save_trained(trained: TrainedModel, path: Path) -> None:
     """Model, optimizer and learning-rate schedule. Collective."""
-    _save(_actor_state(actor, loading=False), actor.parallel, path)
+    _save(_trained_state(trained, loading=False), trained.parallel, path)
 
 
-def load_actor(actor: MegatronActor, path: Path) -> None:
-    """The inverse of ``save_actor``, also into another layout. Collective."""
-    _create_moments(actor.optimizer)
-    state = _load(_actor_state(actor, loading=True), actor.parallel, path)
-    _fill(actor.model, state["model"])
-    actor.optimizer.load_state_dict(_regroup(state["optimizer"], actor.optimizer))
-    actor.schedule.load_state_dict(state["schedule"])
+def load_trained(trained: TrainedModel, path: Path) -> None:
+    """The inverse of ``save_trained``, also into another layout. Collective."""
+    _create_moments(trained.optimizer)
+    state = _load(_trained_state(trained, loading=True), trained.parallel, path)
+    _fill(trained.model, state["model"])
+    trained.optimizer.load_state_dict(_regroup(state["optimizer"], trained.optimizer))
+    trained.schedule.load_state_dict(state["schedule"])
 
 
-def parameter_bytes(actor: MegatronActor) -> int:
+def parameter_bytes(trained: TrainedModel) -> int:
     """Upper bound of this rank's share of a checkpoint: weights, fp32 main copy and two moments."""
-    parameters = (p for chunk in actor.model for p in chunk.parameters())
+    parameters = (p for chunk in trained.model for p in chunk.parameters())
     return sum(p.numel() * (p.element_size() + 12) for p in parameters)
 
 
@@ -88,12 +96,12 @@ def _fill(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
         unwrap(chunk).load_state_dict(state[f"chunk{k}"], strict=True)
 
 
-def _actor_state(actor: MegatronActor, *, loading: bool) -> dict[str, Any]:
-    model = _model_state(actor.model, actor.parallel)
-    optimizer = actor.optimizer.sharded_state_dict(
-        model, is_loading=loading, metadata=_metadata(actor.parallel)
+def _trained_state(trained: TrainedModel, *, loading: bool) -> dict[str, Any]:
+    model = _model_state(trained.model, trained.parallel)
+    optimizer = trained.optimizer.sharded_state_dict(
+        model, is_loading=loading, metadata=_metadata(trained.parallel)
     )
-    return {"model": model, "optimizer": optimizer, "schedule": actor.schedule.state_dict()}
+    return {"model": model, "optimizer": optimizer, "schedule": trained.schedule.state_dict()}
 
 
 def _save(state: dict[str, Any], parallel: Parallel, path: Path) -> None:

@@ -9,23 +9,32 @@ microbatch's loss by ``max(num_tokens, 1)`` and by the number of microbatches M,
 averages gradients over the dp * cp ranks. Returning ``(S * M * dp * cp, 1)`` cancels all three::
 
     sum_ranks 1/(dp cp) sum_mb (S M dp cp) / 1 / M  =  sum_ranks sum_mb S
+
+The experts' load-balancing loss has Megatron's own scale: what each of the dp * M rows has is
+averaged, 1/(dp M) sum aux(row), over the row's true tokens.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
-from megarl.actor.attention_packed import local_index, packed_seq_params
-from megarl.actor.logprobs import logprob_and_entropy
+from megarl.actor.attention_packed import packed_seq_params
 from megarl.actor.setup import Parallel
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
-from megarl.types import LossInputs, PackedBatch, StepMetrics
+from megarl.data.packing import local_index
+from megarl.ops.logprobs import logprob_and_entropy
+from megarl.types import Coefficients, LossInputs, PackedBatch, StepMetrics
 
-OnLogits = Callable[
+# (row, positions of it that are here, the model's output or what follows from it) -> (loss, result)
+OnOutput = Callable[[PackedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
+OnLogprobs = Callable[
     [PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]
 ]
 
@@ -36,14 +45,14 @@ def run_schedule(
     parallel: Parallel,
     *,
     forward_only: bool,
-    temperature: float,
-    vocab_size: int,
-    finish: OnLogits,
+    finish: OnOutput,
 ) -> list[Any]:
-    """Run every row through the pipeline; ``finish(row, index, logprobs, entropy) -> (loss,
-    result)`` on the last stage. Returns the results in row order there, an empty list elsewhere.
-    ``model``: this stage's chunks, all of which see every row. Collective over the whole mesh."""
+    """Run every row through the pipeline; ``finish(row, index, output) -> (loss, result)`` on the
+    last stage, of ``output`` [1, T / cp, ...]. Returns the results in row order there, an empty
+    list elsewhere. ``model``: this stage's chunks, all of which see every row. Collective over the
+    whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
+    balanced = get_model_config(model[0]).moe_aux_loss_coeff > 0
 
     def forward_step(
         source: Iterator[PackedBatch], core: torch.nn.Module
@@ -51,26 +60,20 @@ def run_schedule(
         row = next(source)
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, parallel.mesh.cp, parallel.at.cp)
-        on = partial(_local, index=index, device=parallel.device)
-        logits = core(
+        on = partial(local, index=index, device=parallel.device)
+        outputs = core(
             on(row.tokens)[None],
             on(row.positions)[None],
             None,
             packed_seq_params=packed_seq_params(row.cu_seqlens.to(parallel.device)),
+            padding_mask=on(~row.valid)[None] if balanced else None,
         )
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            logprobs, entropy = logprob_and_entropy(
-                output[0],
-                on(row.targets),
-                vocab_size=vocab_size,
-                temperature=temperature,
-                group=parallel.tp,
-            )
-            loss, result = finish(row, index, logprobs, entropy)
+            loss, result = finish(row, index, output)
             return loss, one.clone(), result
 
-        return logits, loss_func
+        return outputs, loss_func
 
     length = len(rows[0].tokens)
     assert all(len(r.tokens) == length for r in rows), "rows of one step share a length"
@@ -86,39 +89,134 @@ def run_schedule(
     return results
 
 
-def record_logprobs(
-    row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, None]:
-    """Keep the log-probs as the row's ``old_logprobs`` (local to this context-parallel rank)."""
-    row.old_logprobs = logprobs.detach()
-    return logprobs.sum() * 0.0, None
+def on_logprobs(
+    finish: OnLogprobs, parallel: Parallel, *, temperature: float, vocab_size: int
+) -> OnOutput:
+    """``finish(row, index, logprobs, entropy)`` of a policy, whose outputs are logits."""
+
+    def of_logits(
+        row: PackedBatch, index: torch.Tensor, output: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        logprobs, entropy = logprob_and_entropy(
+            output[0],
+            local(row.targets, index=index, device=parallel.device),
+            vocab_size=vocab_size,
+            temperature=temperature,
+            group=parallel.tp,
+        )
+        return finish(row, index, logprobs, entropy)
+
+    return of_logits
 
 
-def policy_loss(objective: Objective, parallel: Parallel, num_microbatches: int) -> OnLogits:
-    """The training loss with the scale of the module docstring."""
-    mesh = parallel.mesh
-    scale = num_microbatches * mesh.dp * mesh.cp
+def record_old(parallel: Parallel) -> OnLogprobs:
+    """Keep log-probs and entropies as the row's ``old_logprobs`` and ``old_entropy``."""
 
     def finish(
         row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, StepMetrics]:
-        on = partial(_local, index=index, device=parallel.device)
-        rollout = on(row.rollout_logprobs)
-        inputs = LossInputs(
-            logprobs=logprobs,
-            entropy=entropy,
-            old_logprobs=rollout if row.old_logprobs is None else row.old_logprobs,
-            rollout_logprobs=rollout,
-            advantages=on(row.advantages),
-            weight=on(row.weight),
-            mask=on(row.mask),
-        )
-        segments = Segments(row.cu_seqlens.to(parallel.device) // mesh.cp, parallel.cp)
-        loss, metrics = objective(inputs, segments)
-        return (loss * scale).float(), metrics if parallel.speaks_for_tokens else []
+    ) -> tuple[torch.Tensor, None]:
+        row.old_logprobs, row.old_entropy = whole_row(row, parallel, logprobs, entropy)
+        return logprobs.sum() * 0.0, None
 
     return finish
 
 
-def _local(values: torch.Tensor, *, index: torch.Tensor, device: torch.device) -> torch.Tensor:
+def record_reference(parallel: Parallel) -> OnLogprobs:
+    """Keep log-probs as the row's ``ref_logprobs``."""
+
+    def finish(
+        row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        (row.ref_logprobs,) = whole_row(row, parallel, logprobs)
+        return logprobs.sum() * 0.0, None
+
+    return finish
+
+
+def whole_row(
+    row: PackedBatch, parallel: Parallel, *values: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """f32 [T] each on the host, from what the context-parallel ranks hold, [T / cp]. Collective
+    over them.
+    """
+    local = torch.stack([v.detach().float() for v in values])
+    cp = parallel.mesh.cp
+    parts = [torch.empty_like(local) for _ in range(cp)]
+    dist.all_gather(parts, local, group=parallel.cp)
+    whole = torch.empty(len(values), len(row.tokens))
+    bounds = tuple(row.cu_seqlens.tolist())
+    for rank, part in enumerate(parts):
+        whole[:, local_index(bounds, cp, rank)] = part.cpu()
+    return whole.unbind()
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """Of one row: metrics, and the samples with trained tokens that were not finite."""
+
+    metrics: StepMetrics
+    nonfinite: list[int]
+
+
+def loss_scale(parallel: Parallel, num_microbatches: int) -> int:
+    """S of the module docstring times this is what a loss function returns."""
+    return num_microbatches * parallel.mesh.dp * parallel.mesh.cp
+
+
+def samples_at(row: PackedBatch, positions: torch.Tensor) -> list[int]:
+    """The samples that lie at any of the row's ``positions``."""
+    return [
+        i
+        for i, start, n in row.segments()
+        if ((positions >= start) & (positions < start + n)).any()
+    ]
+
+
+def policy_loss(
+    objective: Objective, coefficients: Coefficients, parallel: Parallel, num_microbatches: int
+) -> OnLogprobs:
+    """The training loss with the scale of the module docstring."""
+    scale = loss_scale(parallel, num_microbatches)
+
+    def finish(
+        row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
+    ) -> tuple[torch.Tensor, RowResult]:
+        inputs = loss_inputs(row, index, parallel.device, logprobs, entropy)
+        segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
+        found = objective(inputs, segments, coefficients)
+        metrics = found.metrics if parallel.speaks_for_tokens else []
+        result = RowResult(metrics, samples_at(row, index[found.dropped.cpu()]))
+        return (found.loss * scale).float(), result
+
+    return finish
+
+
+def loss_inputs(
+    row: PackedBatch,
+    index: torch.Tensor,
+    device: torch.device,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+) -> LossInputs:
+    """The row as its loss sees it on the rank that holds positions ``index``."""
+
+    def on(values: torch.Tensor | None) -> torch.Tensor | None:
+        return None if values is None else local(values, index=index, device=device)
+
+    old = row.rollout_logprobs if row.old_logprobs is None else row.old_logprobs
+    return LossInputs(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=local(old, index=index, device=device),
+        rollout_logprobs=local(row.rollout_logprobs, index=index, device=device),
+        advantages=local(row.advantages, index=index, device=device),
+        weight=local(row.weight, index=index, device=device),
+        mask=local(row.mask, index=index, device=device),
+        ref_logprobs=on(row.ref_logprobs),
+        correction=on(row.correction),
+        selected=on(row.selected),
+    )
+
+
+def local(values: torch.Tensor, *, index: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values[index].to(device)

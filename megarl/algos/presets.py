@@ -1,19 +1,35 @@
 """The name table of policy objectives: the one place where a name becomes a function."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from megarl.algos import surrogates
-from megarl.algos.segments import Segments
+from megarl.algos import sequence_surrogates, surrogates
+from megarl.algos.ratio import Row
 from megarl.algos.surrogates import TokenLoss
-from megarl.types import LossInputs
 
-Surrogate = Callable[[LossInputs, Segments, Any], TokenLoss]
+
+@dataclass(frozen=True)
+class Surrogate:
+    """``compute(row, policy section)``. ``whole_sequences``: a token that is not finite spoils its
+    sequence. ``uses_ratio``: whether there is a behaviour policy, hence ratios to report.
+    """
+
+    compute: Callable[[Row, Any], TokenLoss]
+    whole_sequences: bool = False
+    uses_ratio: bool = True
+
 
 SURROGATES: dict[str, Surrogate] = {
-    "reinforce": surrogates.reinforce,
-    "ppo_clip": surrogates.ppo_clip,
-    "gspo": surrogates.gspo,
-    "sapo": surrogates.sapo,
-    "sft": surrogates.sft,
+    "reinforce": Surrogate(surrogates.reinforce),
+    "ppo_clip": Surrogate(surrogates.ppo_clip),
+    "sapo": Surrogate(surrogates.sapo),
+    "cispo": Surrogate(surrogates.cispo),
+    "aspo": Surrogate(surrogates.aspo),
+    "minirl": Surrogate(surrogates.minirl),
+    "kl_cov": Surrogate(surrogates.kl_cov),
+    "gspo": Surrogate(sequence_surrogates.gspo, whole_sequences=True),
+    "gspo_token": Surrogate(sequence_surrogates.gspo_token, whole_sequences=True),
+    "gmpo": Surrogate(sequence_surrogates.gmpo, whole_sequences=True),
+    "sft": Surrogate(surrogates.sft, uses_ratio=False),
 }

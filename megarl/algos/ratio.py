@@ -1,11 +1,14 @@
-"""Importance ratios from log-probs.
+"""Importance ratios of a packed row, and the per-sequence sums its objective needs.
 
-token:     r_t = exp(clamp(d_t, -20, 20)), d = lp - lo; gradient 0 outside the clamp
+token:     r_t = exp(clamp(d_t, -20, 20)), d = lp - lo; dr/dlp = r inside the clamp, 0 outside
 sequence:  s_i = exp(clamp(mean_t d_t, -20, 20)) over the trained tokens (GSPO, arXiv 2507.18071 eq.
-7)
+7); ds/dlp_t = s/n inside the clamp, 0 outside
 
-``inputs`` are 0 at masked positions (``objective.py`` sees to it): their ratio is 1.
+The log-probs are subtracted before anything is summed: sums of log-probs lose what their difference
+is about. Sums are float64.
 """
+
+from dataclasses import dataclass
 
 import torch
 
@@ -15,20 +18,56 @@ from megarl.types import LossInputs
 LOG_RATIO_LIMIT = 20.0
 
 
-def token_log_ratio(inputs: LossInputs) -> torch.Tensor:
-    """f32 [T]: lp - lo."""
-    return inputs.logprobs - inputs.old_logprobs
+def clamped(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def token_ratio(inputs: LossInputs) -> torch.Tensor:
-    """f32 [T]: exp of the clamped log-ratio; 1 where masked."""
-    return token_log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def inside(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Where a clamped log-ratio still has a gradient."""
+    return log_ratio.abs() <= LOG_RATIO_LIMIT
 
 
-def sequence_log_ratio(inputs: LossInputs, segments: Segments) -> torch.Tensor:
-    """f64 [S]: the mean log-ratio of every sequence's trained tokens; 0 for a sequence without any.
+@dataclass(frozen=True)
+class Row:
+    """A row as its objective sees it: every field 0 at tokens that are not used.
 
-    Collective over the context-parallel ranks.
+    ``coef`` f64 [T] is the weight of a token's policy term, aggregation and corrections together;
+    ``log_ratio`` [T] is d. Per sequence, f64 [S]: ``count`` used tokens, ``log_ratio_sum``, the
+    sums of coef A over its positive and its negative advantages, of clamped d^2 and of |r - 1|.
     """
-    count = segments.sum(inputs.mask.float())
-    return segments.sum(token_log_ratio(inputs)) / count.clamp(min=1)
+
+    logprobs: torch.Tensor
+    old_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    selected: torch.Tensor | None
+    coef: torch.Tensor
+    log_ratio: torch.Tensor
+    count: torch.Tensor
+    log_ratio_sum: torch.Tensor
+    positive: torch.Tensor
+    negative: torch.Tensor
+    square_sum: torch.Tensor
+    distance_sum: torch.Tensor
+    mask: torch.Tensor
+    segments: Segments
+
+    @property
+    def ratio(self) -> torch.Tensor:
+        """[T]"""
+        return clamped(self.log_ratio).exp()
+
+    @property
+    def mean_log_ratio(self) -> torch.Tensor:
+        """f64 [S]; 0 for a sequence without tokens."""
+        return self.log_ratio_sum / self.count.clamp(min=1)
+
+    @property
+    def sequence_ratio(self) -> torch.Tensor:
+        """f64 [S]: s; 1 for a sequence without tokens."""
+        return clamped(self.mean_log_ratio).exp()
+
+
+def log_ratio(inputs: LossInputs) -> torch.Tensor:
+    """[T], detached: lp - lo."""
+    return inputs.logprobs.detach() - inputs.old_logprobs

@@ -1,101 +1,165 @@
-"""Policy objectives: one function each, per token, minimised. ``presets.py`` names them.
+"""Policy objectives of single tokens, minimised: value l and closed-form gradient g = dl/dlp.
 
-``l`` is the token loss before its aggregation weight. Trust regions are closed; A = 0 gives 0.
+``presets.py`` names them, ``sequence_surrogates.py`` has those of whole sequences. A advantage, r
+token ratio, d its logarithm, both clamped at |d| = 20 where the gradient ends (``in``). Trust
+regions are closed: a bound itself is inside. A = 0 gives l = 0 and g = 0. Source of every formula:
+docs/objectives.md, "Policy objectives".
 """
 
 from dataclasses import dataclass, field
 
 import torch
 
-from megarl.algos.ratio import LOG_RATIO_LIMIT, sequence_log_ratio, token_log_ratio, token_ratio
-from megarl.algos.segments import Segments
-from megarl.config.schema import GspoPolicy, PpoClipPolicy, ReinforcePolicy, SapoPolicy, SftPolicy
-from megarl.types import LossInputs
+from megarl.algos.ratio import Row, clamped, inside
+from megarl.config.policies import (
+    AspoPolicy,
+    CispoPolicy,
+    KlCovPolicy,
+    MinirlPolicy,
+    PpoClipPolicy,
+    ReinforcePolicy,
+    SapoPolicy,
+    SftPolicy,
+)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """``loss`` [T] with gradient; ``flags``: name -> bool [T], reported as shares of trained
-    tokens; ``seq_flags``: name -> bool [S], as shares of trained sequences. ``uses_ratio``: whether
-    there is a behaviour policy, hence ratios to report."""
+    """``loss`` [T]: l of every token. ``grad`` f64 [T]: d(sum coef l)/dlp.
+
+    ``flags``: name -> bool [T], reported as shares of trained tokens; ``seq_flags``: name -> bool
+    [S], as shares of trained sequences; ``means``: name -> [T], reported as token means.
+    """
 
     loss: torch.Tensor
+    grad: torch.Tensor
     flags: dict[str, torch.Tensor] = field(default_factory=dict)
     seq_flags: dict[str, torch.Tensor] = field(default_factory=dict)
-    uses_ratio: bool = True
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def reinforce(inputs: LossInputs, segments: Segments, policy: ReinforcePolicy) -> TokenLoss:
-    """l = -A lp."""
-    return TokenLoss(-inputs.advantages * inputs.logprobs)
+def reinforce(row: Row, policy: ReinforcePolicy) -> TokenLoss:
+    """l = -A lp, g = -A."""
+    a = row.advantages
+    return TokenLoss(-a * row.logprobs, -a * row.coef)
 
 
-def sft(inputs: LossInputs, segments: Segments, policy: SftPolicy) -> TokenLoss:
-    """l = -lp: the negative log-likelihood of demonstrations."""
-    return TokenLoss(-inputs.logprobs, uses_ratio=False)
+def sft(row: Row, policy: SftPolicy) -> TokenLoss:
+    """l = -lp, g = -1: the negative log-likelihood of demonstrations."""
+    return TokenLoss(-row.logprobs, -row.coef)
 
 
-def ppo_clip(inputs: LossInputs, segments: Segments, policy: PpoClipPolicy) -> TokenLoss:
-    """l = max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)); dual clip c, A < 0: min(l, -A c).
+def ppo_clip(row: Row, policy: PpoClipPolicy) -> TokenLoss:
+    """l = max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)); with dual clip c, A < 0: min(l, -A c).
 
-    Source: PPO, arXiv 1707.06347 eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv
-    1912.09729.
+    g = -A r in, 0 where the clipped term is taken. Source: PPO, arXiv 1707.06347 eq. 7; two bounds:
+    DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729.
     """
-    advantages, r = inputs.advantages, token_ratio(inputs)
-    # max(-A r, -A clip(r)) binds above for A > 0, below for A < 0
-    capped = torch.where(
-        advantages > 0, r.clamp(max=1 + policy.eps_high), r.clamp(min=1 - policy.eps_low)
-    )
-    flags = {
-        "clipfrac_high": (advantages > 0) & (r > 1 + policy.eps_high),
-        "clipfrac_low": (advantages < 0) & (r < 1 - policy.eps_low),
-    }
+    a, r = row.advantages, row.ratio
+    flags = clip_flags(a, r, 1 - policy.eps_low, 1 + policy.eps_high)
+    capped = torch.where(a > 0, r.clamp(max=1 + policy.eps_high), r.clamp(min=1 - policy.eps_low))
     if policy.dual_clip is not None:
-        capped = torch.where(advantages < 0, capped.clamp(max=policy.dual_clip), capped)
-        flags["clipfrac_dual"] = (advantages < 0) & (r > policy.dual_clip)
-    return TokenLoss(-advantages * capped, flags)
+        flags["clipfrac_dual"] = (a < 0) & (r > policy.dual_clip)
+        capped = torch.where(a < 0, capped.clamp(max=policy.dual_clip), capped)
+    stopped = torch.stack(list(flags.values())).any(0)
+    active = inside(row.log_ratio) & ~stopped
+    return TokenLoss(-a * capped, torch.where(active, -a * r, 0.0) * row.coef, flags)
 
 
-def gspo(inputs: LossInputs, segments: Segments, policy: GspoPolicy) -> TokenLoss:
-    """l = -A min(s, 1 + eps_high) for A > 0, -A max(s, 1 - eps_low) for A < 0.
+def cispo(row: Row, policy: CispoPolicy) -> TokenLoss:
+    """l = -w A lp, g = -w A, w = clip(r, w_min, w_max) held constant: no token's gradient is lost.
 
-    s is the sequence ratio (``ratio.py``).
-
-    Every token of a sequence shares s; its gradient reaches all of the sequence's tokens, each by
-    1/n. The clip is decided on the log-ratio, where bounds of 1e-4 keep their digits. Source: GSPO,
-    arXiv 2507.18071 eq. 5.
+    ``ppo_mask`` drops the tokens PPO would clip. Source: MiniMax-M1, arXiv 2506.13585 eq. 4 and 7.
+    The value depends on the scale of lp; ``surrogate`` is what to plot.
     """
-    log_s = sequence_log_ratio(inputs, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    high = torch.log1p(torch.tensor(policy.eps_high, dtype=torch.float64))
-    low = torch.log1p(torch.tensor(-policy.eps_low, dtype=torch.float64))
-    advantages = inputs.advantages.double()
-    above = segments.expand(log_s.clamp(max=float(high)).exp())
-    below = segments.expand(log_s.clamp(min=float(low)).exp())
-    loss = -advantages * torch.where(advantages > 0, above, below)
-    token_log_s = segments.expand(log_s)
-    flags = {
-        "clipfrac_high": (advantages > 0) & (token_log_s > high),
-        "clipfrac_low": (advantages < 0) & (token_log_s < low),
-    }
-    clipped = (
-        segments.sum((inputs.mask & (flags["clipfrac_high"] | flags["clipfrac_low"])).float()) > 0
+    a, r = row.advantages, row.ratio
+    low, high = policy.bounds
+    w = r.clamp(low, high)
+    flags = {"weight_capped": r > high, "weight_raised": r < low}
+    if policy.ppo_mask:
+        assert policy.eps_low is not None and policy.eps_high is not None, "checked by validate()"
+        clip = clip_flags(a, r, 1 - policy.eps_low, 1 + policy.eps_high)
+        w = torch.where(clip["clipfrac_high"] | clip["clipfrac_low"], 0.0, w)
+        flags |= clip
+    return TokenLoss(
+        -w * a * row.logprobs, -w * a * row.coef, flags, means={"surrogate_loss": -w * a}
     )
-    return TokenLoss(loss, flags, {"seq_clipfrac": clipped})
 
 
-def sapo(inputs: LossInputs, segments: Segments, policy: SapoPolicy) -> TokenLoss:
-    """l = -(4/tau) sigmoid(tau (r - 1)) A, tau = tau_pos where A > 0 else tau_neg.
+def sapo(row: Row, policy: SapoPolicy) -> TokenLoss:
+    """l = -(4/tau) sigmoid(x) A, x = tau (r - 1), tau = tau_pos where A > 0, else tau_neg.
 
-    Source: SAPO, arXiv 2511.20347. At r = 1 the gradient in lp is -A.
+    g = -A r sech^2(x/2) in; at r = 1 it is -A. The sech is formed from e^-|x|, which keeps its
+    digits where the sigmoid has rounded to 0 or 1. Source: SAPO, arXiv 2511.20347.
     """
-    advantages, r = inputs.advantages, token_ratio(inputs)
-    tau = torch.where(advantages > 0, policy.tau_pos, policy.tau_neg)
-    gate = torch.sigmoid(tau * (r - 1))
-    # sech^2(tau (r - 1) / 2), the gradient's gate: below one half the token is mostly switched off
-    weight = 4 * gate.detach() * (1 - gate.detach())
-    return TokenLoss(-(4 / tau) * gate * advantages, {"gatefrac_low": weight < 0.5})
+    a, r = row.advantages, row.ratio
+    tau = torch.where(a > 0, r.new_tensor(policy.tau_pos), r.new_tensor(policy.tau_neg))
+    x = tau * (r - 1)
+    e = torch.exp(-x.abs())
+    gate = 4 * e / (1 + e) ** 2
+    g = torch.where(inside(row.log_ratio), -a * r * gate, 0.0)
+    flags = {"gatefrac_low": gate < 0.5}  # mostly switched off
+    return TokenLoss(-(4 / tau) * torch.sigmoid(x) * a, g * row.coef, flags, means={"gate": gate})
 
 
-def log_ratio_for_metrics(inputs: LossInputs) -> torch.Tensor:
-    """f32 [T], detached: the token log-ratio, clamped."""
-    return token_log_ratio(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def aspo(row: Row, policy: AspoPolicy) -> TokenLoss:
+    """l = -A w, g = -A w; w = min(1/r, c) for A > 0, min(r, c) for A < 0. Outside PPO's region of
+    r, l stays at the bound's value and g is 0.
+
+    The inverted ratio raises what has become unlikely. c caps softly: gradients remain. Tokens of
+    high entropy (``selected``) have a clip range of their own. Source: ASPO, arXiv 2510.06062.
+    """
+    a, r, c = row.advantages, row.ratio, policy.dual_clip
+    wide = torch.zeros_like(row.mask) if row.selected is None else row.selected
+    bounds = r.new_tensor(
+        [
+            [1 - policy.eps_low, 1 + policy.eps_high],
+            [1 - policy.eps_entropic, 1 + policy.eps_entropic],
+        ]
+    )
+    low, high = bounds[wide.long()].unbind(-1)
+    flags = clip_flags(a, r, low, high)
+    held = torch.where(a > 0, torch.minimum(r, high), torch.maximum(r, low))
+    w = torch.where(a > 0, 1 / held, held).clamp(max=c)
+    g = torch.where(flags["clipfrac_high"] | flags["clipfrac_low"], 0.0, -a * w)
+    flags["clipfrac_dual"] = (a < 0) & (r > c)
+    flags["weight_capped"] = (a > 0) & (1 / r > c)
+    return TokenLoss(-a * w, g * row.coef, flags)
+
+
+def minirl(row: Row, policy: MinirlPolicy) -> TokenLoss:
+    """l = -M w A lp, g = -M w A, w = min(pi / pi_rollout, tis_max) held constant, M: PPO's region
+    of r.
+
+    Source: MiniRL, arXiv 2512.01374.
+    """
+    a = row.advantages
+    flags = clip_flags(a, row.ratio, 1 - policy.eps_low, 1 + policy.eps_high)
+    w = clamped(row.logprobs - row.rollout_logprobs).exp()
+    flags["weight_capped"] = w > policy.tis_max
+    w = torch.where(
+        flags["clipfrac_high"] | flags["clipfrac_low"], 0.0, w.clamp(max=policy.tis_max)
+    )
+    return TokenLoss(
+        -w * a * row.logprobs, -w * a * row.coef, flags, means={"surrogate_loss": -w * a}
+    )
+
+
+def kl_cov(row: Row, policy: KlCovPolicy) -> TokenLoss:
+    """l = -A r + coef |d| on selected tokens, g = -A r in + coef sign(d).
+
+    ``selected``: the tokens of highest covariance of advantage and log-prob (``selection.py``).
+    Source: "The Entropy Mechanism of RL for Reasoning LMs", arXiv 2505.22617.
+    """
+    assert row.selected is not None, "chosen before the step"
+    a, r, d = row.advantages, row.ratio, row.log_ratio
+    penalty = torch.where(row.selected & row.mask, d.new_tensor(policy.coef), 0.0)
+    g = torch.where(inside(d), -a * r, 0.0) + penalty * d.sign()
+    return TokenLoss(-a * r + penalty * d.abs(), g * row.coef, {"selected": row.selected})
+
+
+def clip_flags(
+    a: torch.Tensor, r: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Tokens beyond PPO's trust region, on the side their advantage pushes to."""
+    return {"clipfrac_high": (a > 0) & (r > high), "clipfrac_low": (a < 0) & (r < low)}

@@ -3,7 +3,8 @@ complete.
 
 ::
 
-    checkpoints/step_40/megatron/    weights and optimizer, distributed (actor/state.py)
+    checkpoints/step_40/megatron/    the policy: weights and optimizer, distributed (actor/state.py)
+                       critic/       the critic, if there is one: likewise
                        loop.json     everything else: step, weights version, prompt cursor
                        model.json    the model's dimensions
                        hf/           config and tokenizer files of the model
@@ -15,7 +16,7 @@ replaced by the next.
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megarl.models.hf_io import COPIED
 from megarl.rundir import write_json
 
 _NAME = re.compile(r"step_(\d+)")
-MEGATRON, LOOP, MODEL, HF = "megatron", "loop.json", "model.json", "hf"
+MEGATRON, CRITIC, LOOP, MODEL, HF = "megatron", "critic", "loop.json", "model.json", "hf"
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,18 @@ class CheckpointManager:
         loop_state: dict[str, Any],
         model: dict[str, Any],
         hf_files: Path,
-        write_parts: Callable[[Path], None],
+        write_parts: Mapping[str, Callable[[Path], None]],
         num_bytes: int,
     ) -> Path:
-        """Publish checkpoint ``step``. ``write_parts(folder)`` writes the distributed part on all
-        ranks; ``num_bytes`` is its size. Raises RunError, with older checkpoints untouched, if the
-        disk cannot hold it."""
+        """Publish checkpoint ``step``. ``write_parts[name](folder)`` writes the distributed part
+        ``name`` on all ranks; ``num_bytes`` is the size of all. Raises RunError, with older
+        checkpoints untouched, if the disk cannot hold it."""
         final = self.folder / f"step_{step}"
         part = final.with_name(final.name + ".part")
-        self._on_rank_zero(lambda: _prepare(part, num_bytes), "preparing a checkpoint")
+        self._on_rank_zero(lambda: _prepare(part, write_parts, num_bytes), "preparing a checkpoint")
         try:
-            write_parts(part / MEGATRON)
+            for name, write in write_parts.items():
+                write(part / name)
         except Exception as e:
             # No agree() here: the others may still wait inside upstream's own collectives. This
             # rank ends, and with it their waits.
@@ -144,9 +146,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _prepare(part: Path, num_bytes: int) -> None:
+def _prepare(part: Path, names: Iterable[str], num_bytes: int) -> None:
     shutil.rmtree(part, ignore_errors=True)
-    (part / MEGATRON).mkdir(parents=True)
+    for name in names:
+        (part / name).mkdir(parents=True)
     free = shutil.disk_usage(part).free
     if free < num_bytes:
         shutil.rmtree(part, ignore_errors=True)

@@ -12,12 +12,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megarl.errors import DataError
 from megarl.types import PackedBatch, Sample
+
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -84,20 +88,17 @@ def build_row(
     samples: Sequence[Sample],
     indices: Sequence[int],
     *,
-    advantages: Sequence[float],
-    weights: Sequence[float],
     length: int,
     segment_multiple: int = 1,
 ) -> PackedBatch:
     """The packed row of ``samples[i] for i in indices``, target-aligned (``types.py``).
 
-    ``advantages[i]`` and ``weights[i]`` go to each of sample i's trained tokens.
+    Holds what the samples bring; ``weight`` and ``advantages`` are 0 until ``experience.py`` has
+    computed them. Raises DataError where only some samples bring values or reference log-probs.
     """
     tokens, targets = np.zeros(length, np.int64), np.zeros(length, np.int64)
     positions = np.zeros(length, np.int64)
     valid, mask = np.zeros(length, bool), np.zeros(length, bool)
-    weight, advantage = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    rollout = np.zeros(length, np.float32)
     bounds, true_lengths, start = [0], [], 0
     for i in indices:
         sample, n = samples[i], len(samples[i].tokens)
@@ -106,9 +107,6 @@ def build_row(
         tokens[here], valid[here] = sample.tokens, True
         positions[start : start + size] = np.arange(size)
         targets[shifted], mask[shifted] = sample.tokens[1:], sample.mask[1:]
-        rollout[shifted] = np.where(sample.mask[1:], sample.rollout_logprobs[1:], 0.0)
-        weight[shifted] = np.where(sample.mask[1:], weights[i], 0.0)
-        advantage[shifted] = np.where(sample.mask[1:], advantages[i], 0.0)
         start += size
         bounds.append(start)
         true_lengths.append(n)
@@ -116,7 +114,7 @@ def build_row(
         positions[start:] = np.arange(length - start)
         bounds.append(length)
         true_lengths.append(0)
-    return PackedBatch(
+    row = PackedBatch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         positions=torch.from_numpy(positions),
@@ -124,8 +122,42 @@ def build_row(
         lengths=torch.tensor(true_lengths, dtype=torch.int32),
         valid=torch.from_numpy(valid),
         mask=torch.from_numpy(mask),
-        weight=torch.from_numpy(weight),
-        advantages=torch.from_numpy(advantage),
-        rollout_logprobs=torch.from_numpy(rollout),
+        weight=torch.zeros(length),
+        advantages=torch.zeros(length),
+        rollout_logprobs=torch.zeros(length),
         samples=tuple(indices),
     )
+    row.rollout_logprobs = row.spread(lambda i: samples[i].rollout_logprobs).float()
+    if (refs := _of_all([s.ref_logprobs for s in samples], "ref_logprobs")) is not None:
+        row.ref_logprobs = row.spread(lambda i: refs[i]).float()
+    if (values := _of_all([s.values for s in samples], "values")) is not None:
+        row.values = torch.zeros(length)
+        for i, start, n in row.segments():  # of the state after token t, which is before target t
+            row.values[start : start + n] = torch.from_numpy(values[i])
+    return row
+
+
+def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
+    """Row positions that context-parallel ``rank`` holds, i64 [T / cp], in its order."""
+    if cp == 1:
+        return torch.arange(bounds[-1])
+    parts = []
+    for start, end in pairwise(bounds):
+        chunk = (end - start) // (2 * cp)
+        assert chunk * 2 * cp == end - start, (
+            f"segment of {end - start} tokens is not cut by 2 * cp = {2 * cp}"
+        )
+        for k in (rank, 2 * cp - 1 - rank):
+            parts.append(torch.arange(start + k * chunk, start + (k + 1) * chunk))
+    return torch.cat(parts)
+
+
+def _of_all(parts: Sequence[Floats | None], name: str) -> list[Floats] | None:
+    """What every sample brings, or None where none does."""
+    there = [part for part in parts if part is not None]
+    if there and len(there) < len(parts):
+        without = next(i for i, part in enumerate(parts) if part is None)
+        raise DataError(
+            f"sample {without} has no {name}, others of its step have; accepted: all or none"
+        )
+    return there or None

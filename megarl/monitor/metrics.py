@@ -10,7 +10,7 @@ Between ranks metrics travel as JSON (``encode``, ``decode``): data, never pickl
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.types import Max, Mean, Metric, MetricValue, Min, StepMetrics, Sum
@@ -26,6 +26,22 @@ def reduce_metrics(parts: Sequence[StepMetrics]) -> dict[str, float]:
     merged = merge_metrics(parts)
     values = {m.name: value for m in merged if (value := scalar(m.value)) is not None}
     return dict(sorted(values.items()))
+
+
+def derived(values: Mapping[str, float]) -> dict[str, float]:
+    """What follows from reduced metrics and has no sum of its own."""
+    return {
+        name: formula(*(values[needed] for needed in names))
+        for name, (names, formula) in _DERIVED.items()
+        if all(values.get(needed) for needed in names)
+    }
+
+
+_DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+    "perf/tokens_per_s": (("perf/tokens", "time/step"), lambda tokens, s: tokens / s),
+    # effective sample size, 1 where all ratios are equal
+    "policy/ratio_ess": (("policy/ratio_mean", "policy/ratio_sq_mean"), lambda m, sq: m * m / sq),
+}
 
 
 def merge_metrics(parts: Iterable[StepMetrics]) -> StepMetrics:

@@ -55,7 +55,10 @@ CHARTS = (
     Chart("Loss", {"policy/loss": "policy"}),
     Chart(
         "Trainer against server",
-        {"mismatch/abs_logprob_diff": "|log-prob difference|", "mismatch/kl_k3": "KL (k3)"},
+        {
+            "mismatch/abs_logprob_diff": "|log-prob difference|",
+            "mismatch/kl_rollout_train_k3": "KL (k3)",
+        },
         "nats a token",
         log=True,
     ),

@@ -13,10 +13,12 @@ from megarl.actor.actor import MegatronActor, build_actor
 from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.setup import Parallel, init_parallel
+from megarl.algos.control import Controllers
 from megarl.config.schema import Config
 from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
-from megarl.experience import advantages_of, make_plan
+from megarl.experience import complete_plan, make_plan
+from megarl.loop import ranks_of
 from megarl.models.spec import read_spec
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of
@@ -42,8 +44,16 @@ def make_actor(config: Config, layout: dict[str, int]) -> MegatronActor:
 
 
 def plan_for(actor: MegatronActor, config: Config, samples: list[Sample]) -> TrainPlan:
-    advantages, _ = advantages_of(samples, config)
-    return make_plan(samples, advantages, config, actor.parallel.mesh, actor.parallel.at.dp)
+    """As far as rows go."""
+    return make_plan(samples, config, actor.parallel.mesh, actor.parallel.at.dp)
+
+
+def prepare(actor: MegatronActor, config: Config, samples: list[Sample]) -> TrainPlan:
+    """All that a step does before its update."""
+    plan = plan_for(actor, config, samples)
+    actor.logprobs(plan)
+    complete_plan(plan, samples, config, Controllers.of(config.algo), ranks_of(actor.parallel))
+    return plan
 
 
 def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
@@ -81,10 +91,9 @@ def train(
         first = None
         history = []
         for _, path in recorded_steps(recorded):
-            plan = plan_for(actor, config, read_samples(path))
-            actor.logprobs(plan)
+            plan = prepare(actor, config, read_samples(path))
             for rows in plan.steps:
-                metrics = actor.forward_backward(rows)
+                metrics, _ = actor.forward_backward(rows)
                 if first is None and not config.optim.distributed:
                     first = gradients(actor)
                 metrics += actor.update()
@@ -141,7 +150,7 @@ def logprob_gradients(
     """Log-probs, entropy and a mixed gradient of logits split by columns over all workers."""
     import torch.distributed as dist
 
-    from megarl.actor.logprobs import logprob_and_entropy
+    from megarl.ops.logprobs import logprob_and_entropy
 
     world = dist.get_world_size()
     local = torch.tensor(logits).chunk(world, dim=1)[rank].float().clone().requires_grad_()

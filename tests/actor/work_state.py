@@ -11,10 +11,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.actor.actor import MegatronActor
-from megarl.actor.state import load_actor, load_model, save_actor, save_model
+from megarl.actor.state import load_model, load_trained, save_model, save_trained
 from megarl.errors import DataError
 from megarl.types import Max
-from tests.actor.work import config_for, make_actor, plan_for
+from tests.actor.work import config_for, make_actor, prepare
 from tests.helpers.samples import random_samples
 
 Layout = dict[str, int]
@@ -31,8 +31,7 @@ class Trainee:
     def steps(self, first: int, last: int) -> None:
         """Optimizer steps ``first`` to ``last - 1``."""
         for k in range(first, last):
-            plan = plan_for(self.actor, self.config, random_samples(4, 4, seed=k))
-            self.actor.logprobs(plan)
+            plan = prepare(self.actor, self.config, random_samples(4, 4, seed=k))
             metrics = self.actor.train(plan)
             values = {m.name: m.value for m in metrics}
             lr = values["optim/lr"]
@@ -66,7 +65,7 @@ def resumed(
 
     def rest(trainee: Trainee) -> dict[str, Any]:
         trainee.spoil()
-        load_actor(trainee.actor, path)
+        load_trained(trainee.actor, path)
         return _report(trainee, save_at, until)
 
     return _with_actor(hf, layout, sections, rest)
@@ -77,9 +76,9 @@ def passed_on(rank: int, hf: Path, layout: Layout, path: Path, out: Path, **sect
 
     def again(trainee: Trainee) -> None:
         trainee.spoil()
-        load_actor(trainee.actor, path)
+        load_trained(trainee.actor, path)
         _folder(rank, out)
-        save_actor(trainee.actor, out)
+        save_trained(trainee.actor, out)
 
     _with_actor(hf, layout, sections, again)
 
@@ -90,7 +89,7 @@ def resumed_without_moments(
     """What a load that loses the optimizer's moments would give."""
 
     def rest(trainee: Trainee) -> dict[str, Any]:
-        load_actor(trainee.actor, path)
+        load_trained(trainee.actor, path)
         for part in getattr(
             trainee.actor.optimizer, "chained_optimizers", [trainee.actor.optimizer]
         ):
@@ -133,7 +132,7 @@ def refusals(rank: int, hf: Path, layout: Layout, path: Path) -> list[str]:
         texts = []
         for attempt in (
             lambda: load_model(trainee.actor.model, trainee.actor.parallel, path),
-            lambda: load_actor(trainee.actor, path),
+            lambda: load_trained(trainee.actor, path),
         ):
             try:
                 attempt()
@@ -147,7 +146,7 @@ def refusals(rank: int, hf: Path, layout: Layout, path: Path) -> list[str]:
 def _train_and_save(trainee: Trainee, path: Path, save_at: int, until: int) -> dict[str, Any]:
     trainee.steps(0, save_at)
     _folder(dist.get_rank(), path)
-    save_actor(trainee.actor, path)
+    save_trained(trainee.actor, path)
     return _report(trainee, save_at, until)
 
 

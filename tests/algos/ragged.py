@@ -9,23 +9,32 @@ from pydantic import TypeAdapter
 
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
-from megarl.config.schema import Policy
-from megarl.monitor.metrics import merge_metrics, scalar
-from megarl.types import LossInputs, StepMetrics
+from megarl.config.algo import KlSection, OpsmSection
+from megarl.config.policies import Policy
+from megarl.monitor.metrics import reduce_metrics
+from megarl.types import ONLY_POLICY, Coefficients, LossInputs, StepMetrics
 
 Ragged = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """``grad[i][t]`` is d loss / d logp of token t of sequence i."""
+    """``grad[i][t]`` is d loss / d logp of token t of sequence i, ``grad_entropy`` likewise;
+    ``dropped[i][t]``: trained, but not finite.
+    """
 
     loss: torch.Tensor
     grad: list[list[float]]
+    grad_entropy: list[list[float]]
+    dropped: list[list[bool]]
     metrics: StepMetrics
 
     def value(self, name: str) -> float | None:
-        return scalar({m.name: m.value for m in merge_metrics([self.metrics])}[name])
+        return reduce_metrics([self.metrics]).get(name)
+
+    @property
+    def flat_grad(self) -> torch.Tensor:
+        return torch.tensor([g for part in self.grad for g in part], dtype=torch.float64)
 
 
 def policy(**settings: Any) -> Any:
@@ -42,6 +51,9 @@ def row(
     mask: Ragged | None = None,
     rollout: Ragged | None = None,
     entropy: Ragged | None = None,
+    ref: Ragged | None = None,
+    correction: Ragged | None = None,
+    selected: Ragged | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[LossInputs, Segments]:
     """Sequences end to end, without padding. ``mask`` None: every token is trained."""
@@ -58,19 +70,43 @@ def row(
         advantages=flat(advantages),
         weight=flat(weight),
         mask=flat(mask, torch.bool),
+        ref_logprobs=None if ref is None else flat(ref),
+        correction=None if correction is None else flat(correction),
+        selected=None if selected is None else flat(selected, torch.bool),
     )
     bounds = torch.tensor([0] + [len(part) for part in logp]).cumsum(0).int()
     return inputs, Segments(bounds)
 
 
-def evaluate(settings: Mapping[str, Any], inputs: LossInputs, segments: Segments) -> Evaluated:
-    """Loss, gradient in the log-probs, and metrics of one row."""
-    loss, metrics = Objective(policy(**settings))(inputs, segments)
+def evaluate(
+    settings: Mapping[str, Any],
+    inputs: LossInputs,
+    segments: Segments,
+    *,
+    kl: Mapping[str, Any] | None = None,
+    opsm: Mapping[str, Any] | None = None,
+    coefficients: Coefficients = ONLY_POLICY,
+) -> Evaluated:
+    """Loss, gradients in log-probs and entropies, and metrics of one row."""
+    objective = Objective(
+        policy(**settings),
+        None if kl is None else KlSection(coef=coefficients.kl, **kl),
+        None if opsm is None else OpsmSection(**opsm),
+    )
+    loss, metrics, dropped = objective(inputs, segments, coefficients)
     loss.backward()
-    assert inputs.logprobs.grad is not None
     lengths = (segments.cu_seqlens[1:] - segments.cu_seqlens[:-1]).tolist()
-    grad = [part.tolist() for part in inputs.logprobs.grad.split(lengths)]
-    return Evaluated(loss.detach(), grad, metrics)
+
+    def parts(values: torch.Tensor | None) -> list[list[Any]]:
+        return [] if values is None else [part.tolist() for part in values.split(lengths)]
+
+    return Evaluated(
+        loss.detach(),
+        parts(inputs.logprobs.grad),
+        parts(inputs.entropy.grad),
+        parts(dropped),
+        metrics,
+    )
 
 
 def spread(values: Sequence[float], like: Ragged) -> list[list[float]]:

@@ -1,20 +1,24 @@
-"""Facts of the objectives that no batch of numbers states: where gradients go, stop and vanish.
+"""The loss of a row: its terms, what is masked, dropped and counted.
 
-Unless a test says otherwise, tolerances are a few float32 roundings (6e-8 relative) of values near
-1.
+What each objective computes is in test_surrogates.py and test_sequence_surrogates.py. Unless a test
+says otherwise, tolerances are a few float32 roundings (6e-8 relative) of values near 1.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
+from megarl.algos.objective import Objective
+from megarl.algos.presets import SURROGATES
 from megarl.algos.segments import Segments
+from megarl.config.algo import KlSection, OpsmSection
 from megarl.monitor.metrics import merge_metrics, reduce_metrics
-from megarl.types import LossInputs, Mean
+from megarl.types import Coefficients, LossInputs, Mean
 from tests.algos import ragged
 
 CLOSE = 1e-6
@@ -22,251 +26,224 @@ CLOSE = 1e-6
 REINFORCE = {"name": "reinforce"}
 PPO = {"name": "ppo_clip", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 3.0}
 GSPO = {"name": "gspo", "eps_low": 0.1, "eps_high": 0.2}
-SAPO = {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05}
 SFT = {"name": "sft"}
-POLICIES = [REINFORCE, PPO, GSPO, SAPO, SFT]
-RATIO_POLICIES = [PPO, GSPO, SAPO]
+RATIO_POLICIES = [
+    PPO,
+    GSPO,
+    {**GSPO, "name": "gspo_token"},
+    {"name": "gmpo", "eps_low": 0.3, "eps_high": 0.3},
+    {"name": "sapo", "tau_pos": 1.0, "tau_neg": 1.05},
+    {"name": "cispo", "w_max": 1.2, "ppo_mask": True, "eps_low": 0.2, "eps_high": 0.3},
+    {"name": "aspo", "entropy_quantile": 0.8},
+    {"name": "minirl", "tis_max": 1.5},
+    {"name": "kl_cov"},
+]
+POLICIES = [REINFORCE, *RATIO_POLICIES, SFT]
+SEQUENCE_POLICIES = {"gspo", "gspo_token", "gmpo"}
+EVERYTHING = Coefficients(kl=0.3, entropy=0.1)
 
 each_policy = pytest.mark.parametrize("settings", POLICIES, ids=lambda s: s["name"])
 each_ratio_policy = pytest.mark.parametrize("settings", RATIO_POLICIES, ids=lambda s: s["name"])
 
 
-def one_token(
-    settings: Mapping[str, Any], log_ratio: float, advantage: float, dtype: Any = torch.float64
-) -> tuple[float, float]:
-    """(loss, gradient) of a single token with weight 1."""
-    row = ragged.row(
-        logp=[[log_ratio]], old=[[0.0]], advantages=[[advantage]], weight=[[1.0]], dtype=dtype
-    )
-    found = ragged.evaluate(settings, *row)
-    return float(found.loss), found.grad[0][0]
-
-
-def random_row(seed: int = 0) -> tuple[LossInputs, Segments]:
+def random_row(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[LossInputs, Segments]:
     """Five sequences with holes in the mask, one of them all masked; log-ratios on both sides of
-    every trust region above."""
+    every trust region above.
+    """
     random = torch.Generator().manual_seed(seed)
     lengths = [6, 1, 9, 4, 12]
     total = sum(lengths)
-    old = -3 * torch.rand(total, generator=random)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(total, generator=random, dtype=dtype)
+
+    old = -3 * torch.rand(total, generator=random, dtype=dtype)
     mask = torch.rand(total, generator=random) < 0.75
     mask[0] = mask[6] = True
     mask[16:20] = False
     inputs = LossInputs(
-        logprobs=(old + 0.4 * torch.randn(total, generator=random)).requires_grad_(),
-        entropy=torch.rand(total, generator=random),
+        logprobs=(old + normal(0.4)).requires_grad_(),
+        entropy=torch.rand(total, generator=random, dtype=dtype).requires_grad_(),
         old_logprobs=old,
-        rollout_logprobs=old.clone(),
-        advantages=torch.randn(total, generator=random),
-        weight=torch.rand(total, generator=random),
+        rollout_logprobs=old + normal(0.1),
+        advantages=normal(1.0),
+        weight=torch.rand(total, generator=random, dtype=dtype),
         mask=mask,
+        ref_logprobs=old + normal(0.5),
+        correction=torch.rand(total, generator=random, dtype=dtype),
+        selected=torch.rand(total, generator=random) < 0.3,
     )
     return inputs, Segments(torch.tensor([0, *lengths]).cumsum(0).int())
 
 
-# --- GSPO -----------------------------------------------------------------------------------------
+def changed(inputs: LossInputs, **values: torch.Tensor) -> LossInputs:
+    """A copy whose log-probs and entropies are leaves of their own."""
+    parts = {f.name: getattr(inputs, f.name).detach().clone() for f in fields(inputs)} | values
+    for name in ("logprobs", "entropy"):
+        parts[name] = parts[name].detach().clone().requires_grad_()
+    return LossInputs(**parts)
 
 
-def test_gspo_gradient_reaches_every_trained_token_of_a_sequence_by_one_over_n():
-    """Weight only on the first token: its loss is a function of all of the sequence's tokens."""
-    d = [0.02, -0.01, 0.05, 0.03]
-    mask = [1, 1, 0, 1]
-    inputs, segments = ragged.row(
-        logp=[d], old=[[0.0] * 4], advantages=[[2.0] * 4], weight=[[1.0, 0, 0, 0]], mask=[mask]
+def with_all_terms(settings: Mapping[str, Any], inputs: LossInputs, segments: Segments) -> Any:
+    return ragged.evaluate(
+        settings,
+        inputs,
+        segments,
+        kl={"type": "k3"},
+        opsm={"delta": 0.05, "against": "rollout"},
+        coefficients=EVERYTHING,
     )
-    found = ragged.evaluate(GSPO, inputs, segments)
-    s = math.exp((0.02 - 0.01 + 0.03) / 3)
-    assert float(found.loss) == pytest.approx(-2 * s, rel=CLOSE)
-    assert found.grad[0] == pytest.approx([-2 * s / 3, -2 * s / 3, 0, -2 * s / 3], rel=CLOSE)
 
 
-@pytest.mark.parametrize("mean_d", [-0.3, 0.0, 0.3], ids=["below", "inside", "above"])
-def test_gspo_clips_a_sequence_as_a_whole_by_the_sign_of_each_tokens_advantage(mean_d: float):
-    """With P and Q the weighted sums of the positive and negative advantages of a sequence::
-
-    L = -(P min(s, 1 + eps_high) + Q max(s, 1 - eps_low))
-    dL/dlp_t = -(s / n) (P [s <= 1 + eps_high] + Q [s >= 1 - eps_low])
-    """
-    advantages, weight = [1.0, -2.0, 0.5, 0.0], [0.5, 0.25, 1.0, 2.0]
-    # single tokens lie far outside the trust region, on both sides: only their mean counts
-    d = [mean_d + x for x in (1.0, -1.0, 2.0, -2.0)]
-    row = ragged.row(logp=[d], old=[[0.0] * 4], advantages=[advantages], weight=[weight])
-    found = ragged.evaluate(GSPO, *row)
-    s, p, q = math.exp(mean_d), 0.5 + 0.5, -0.5
-    high, low = 1 + GSPO["eps_high"], 1 - GSPO["eps_low"]
-    assert float(found.loss) == pytest.approx(-(p * min(s, high) + q * max(s, low)), rel=CLOSE)
-    expected = -(s / 4) * (p * (s <= high) + q * (s >= low))
-    assert found.grad[0] == pytest.approx([expected] * 4, rel=CLOSE, abs=0)
-    assert expected != 0  # in each of the three cases one of the signs still pulls
+# --- terms ----------------------------------------------------------------------------------------
 
 
-def test_gspo_weighs_a_sequence_of_2_tokens_like_one_of_8():
-    lengths = [2, 8]
-    d = [[0.01] * n for n in lengths]
-    found = ragged.evaluate(
-        GSPO,
-        *ragged.row(
-            logp=d,
-            old=ragged.spread([0, 0], d),
-            advantages=ragged.spread([1, 1], d),
-            weight=[[1 / (2 * n)] * n for n in lengths],  # seq_mean_token_mean
-        ),
+def test_the_loss_is_the_weighted_sum_of_its_terms_and_only_the_policy_term_is_corrected() -> None:
+    """Written out for two sequences of REINFORCE, k2 and entropy in float64."""
+    lp, ref = [[-1.0, -2.0], [-0.5]], [[-1.25, -1.5], [-1.0]]
+    a, w = [[2.0, -1.0], [3.0]], [[0.5, 0.25], [0.125]]
+    c, h = [[0.5, 2.0], [0.0]], [[0.1, 0.3], [0.7]]
+    row = ragged.row(
+        logp=lp,
+        old=lp,
+        advantages=a,
+        weight=w,
+        ref=ref,
+        correction=c,
+        entropy=h,
+        dtype=torch.float64,
     )
-    s = math.exp(0.01)
-    assert float(found.loss) == pytest.approx(-s, rel=CLOSE)
-    assert sum(found.grad[0]) == pytest.approx(-s / 2, rel=CLOSE)
-    assert sum(found.grad[1]) == pytest.approx(-s / 2, rel=CLOSE)
+    found = ragged.evaluate(REINFORCE, *row, kl={"type": "k2"}, coefficients=EVERYTHING)
+    loss = 0.0
+    for i, part in enumerate(lp):
+        for t, x in enumerate(part):
+            d = ref[i][t] - x
+            token = -c[i][t] * a[i][t] * x + 0.3 * d * d / 2 - 0.1 * h[i][t]
+            grad = w[i][t] * (-c[i][t] * a[i][t] - 0.3 * d)
+            loss += w[i][t] * token
+            assert found.grad[i][t] == pytest.approx(grad, rel=1e-12)
+            assert found.grad_entropy[i][t] == pytest.approx(-0.1 * w[i][t], rel=1e-12)
+    assert float(found.loss) == pytest.approx(loss, rel=1e-12)
+    parts = ("policy/pg_loss", "policy/kl_loss", "policy/entropy_loss")
+    assert math.fsum(found.value(p) or 0.0 for p in parts) == pytest.approx(loss, rel=1e-12)
 
 
-def test_gspo_bounds_of_1e_4_are_decided_exactly():
-    """A mean log-ratio one part in a thousand inside or outside the band of 3e-4 / 4e-4."""
-    band = {"name": "gspo", "eps_low": 3e-4, "eps_high": 4e-4}
-    for bound, advantage in ((math.log1p(4e-4), 1.0), (math.log1p(-3e-4), -1.0)):
-        for factor, active in ((0.999, True), (1.001, False)):
-            _, gradient = one_token(band, factor * bound, advantage, torch.float32)
-            assert (gradient != 0) == active
-
-
-# --- trust regions --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "bound", "advantage"),
-    [("eps_high", "above", 1.0), ("eps_low", "below", -1.0), ("dual_clip", "above", -1.0)],
-)
-def test_a_ratio_on_the_bound_itself_is_inside_and_keeps_its_whole_gradient(
-    name: str, bound: str, advantage: float
-):
-    log_ratio = 0.25 if bound == "above" else -0.25
-    ratio = float(torch.tensor(log_ratio, dtype=torch.float64).exp())
-    limit = {"eps_high": ratio - 1, "eps_low": 1 - ratio, "dual_clip": ratio}[name]
-    settings = {"name": "ppo_clip", "eps_low": 0.9, "eps_high": 0.9, name: limit}
-    loss, gradient = one_token(settings, log_ratio, advantage)
-    assert (loss, gradient) == (-advantage * ratio, -advantage * ratio)
-    step = 1e-9 if bound == "above" else -1e-9
-    assert one_token(settings, log_ratio + step, advantage)[1] == 0
-
-
-def test_a_gspo_sequence_on_the_bound_itself_is_inside():
-    for advantage, log_s in ((1.0, math.log1p(GSPO["eps_high"])), (-1.0, math.log1p(-0.1))):
-        assert one_token(GSPO, log_s, advantage)[1] == pytest.approx(-advantage * math.exp(log_s))
-        assert one_token(GSPO, log_s * (1 + 1e-12), advantage)[1] == 0
-
-
-def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely():
-    assert one_token(PPO, math.log(10), -1.0) == (3.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "key", "value", "log_ratio", "advantage"),
-    [
-        (PPO, "eps_low", 0.3, -1.0, -1.0),
-        (PPO, "eps_high", 0.3, 1.0, 1.0),
-        (PPO, "dual_clip", 4.0, 2.0, -1.0),
-        (PPO, "dual_clip", None, 2.0, -1.0),
-        (GSPO, "eps_low", 0.3, -1.0, -1.0),
-        (GSPO, "eps_high", 0.3, 1.0, 1.0),
-        (SAPO, "tau_pos", 2.0, 1.0, 1.0),
-        (SAPO, "tau_neg", 2.0, 1.0, -1.0),
-    ],
-)
-def test_every_setting_of_an_objective_changes_its_loss(
-    settings: Mapping[str, Any], key: str, value: Any, log_ratio: float, advantage: float
-):
-    assert set(settings) == set(ragged.policy(**settings).model_dump())  # none is left out here
-    before = one_token(settings, log_ratio, advantage)[0]
-    after = one_token({**settings, key: value}, log_ratio, advantage)[0]
-    assert abs(after - before) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("ratio", "weight"), [(1.5, 1.4100), (math.e, 1.4022), (1 / math.e, 0.3334), (1.0, 1.0)]
-)
-def test_sapo_gradient_is_the_ratio_times_a_soft_gate(ratio: float, weight: float):
-    """r sech^2(tau (r - 1) / 2) for tau = 1, to four digits; at r = 1 exactly -A for any tau."""
-    assert one_token(SAPO, math.log(ratio), 1.0)[1] == pytest.approx(-weight, abs=6e-5)
-    if ratio == 1:
-        assert one_token(SAPO, 0.0, -2.0)[1] == pytest.approx(2.0, rel=CLOSE)
+@each_policy
+def test_the_loss_scales_with_what_it_is_multiplied_by(settings: Mapping[str, Any]) -> None:
+    """A schedule's loss scale reaches both gradients."""
+    inputs, segments = random_row()
+    once = with_all_terms(settings, inputs, segments)
+    again = changed(inputs)
+    objective = Objective(
+        ragged.policy(**settings), KlSection(coef=0.3), OpsmSection(delta=0.05, against="rollout")
+    )
+    (objective(again, segments, EVERYTHING).loss * 4).backward()
+    assert again.entropy.grad is not None and once.grad_entropy
+    flat = torch.tensor([g for part in once.grad_entropy for g in part])
+    assert torch.equal(again.entropy.grad, 4 * flat)
 
 
 # --- numbers that are out of the ordinary ---------------------------------------------------------
 
 
 @each_policy
-def test_poison_where_nothing_is_trained_changes_no_bit(settings: Mapping[str, Any]):
+def test_poison_where_nothing_is_trained_changes_no_bit(settings: Mapping[str, Any]) -> None:
     clean, segments = random_row()
-    expected = ragged.evaluate(settings, clean, segments)
-    for poison in (float("nan"), float("inf"), float("-inf"), 1e30):
+    expected = with_all_terms(settings, clean, segments)
+    for poison in (math.nan, math.inf, -math.inf, 1e30):
         dirty = {
             f.name: torch.where(clean.mask, getattr(clean, f.name).detach(), poison)
             for f in fields(clean)
-            if f.name != "mask"
+            if f.name not in ("mask", "selected")
         }
-        dirty["logprobs"].requires_grad_()
-        found = ragged.evaluate(settings, LossInputs(**dirty, mask=clean.mask), segments)
+        selected = torch.where(clean.mask, clean.selected, True)
+        found = with_all_terms(settings, changed(clean, **dirty, selected=selected), segments)
         assert torch.equal(found.loss, expected.loss)
-        assert found.grad == expected.grad
+        assert (found.grad, found.grad_entropy) == (expected.grad, expected.grad_entropy)
         assert found.metrics == expected.metrics
-    flat = torch.tensor([g for part in expected.grad for g in part])
+        assert not any(d for part in found.dropped for d in part)
+    flat = expected.flat_grad
     assert (flat[~clean.mask] == 0).all() and (flat[clean.mask] != 0).any()
 
 
-@each_ratio_policy
-@pytest.mark.parametrize("log_ratio", [-100.0, -30.0, -1.0, 0.0, 1.0, 30.0, 100.0])
-@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-def test_any_finite_log_ratio_gives_a_finite_loss_and_gradient(
-    settings: Mapping[str, Any], log_ratio: float, advantage: float
-):
-    """Beside a sequence of ordinary size, whose gradient must be what it is alone."""
-    logp = [[log_ratio] * 3, [-0.5, -0.6]]
-    old = [[0.0] * 3, [-0.51, -0.61]]
-    weight = ragged.spread([0.1, 0.2], logp)
-    advantages = ragged.spread([advantage, 0.5], logp)
-    both = ragged.row(logp=logp, old=old, advantages=advantages, weight=weight)
-    alone = ragged.row(logp=logp[1:], old=old[1:], advantages=advantages[1:], weight=weight[1:])
-    found, ordinary = ragged.evaluate(settings, *both), ragged.evaluate(settings, *alone)
-    assert math.isfinite(found.loss)
-    assert all(map(math.isfinite, found.grad[0]))
-    assert found.grad[1] == ordinary.grad[0]
-    if abs(log_ratio) > 20 or advantage == 0:
-        assert found.grad[0] == [0.0] * 3
-    assert all(math.isfinite(v) for v in reduce_metrics([found.metrics]).values())
+NUMBERS = [f.name for f in fields(LossInputs) if f.name not in ("mask", "selected")]
 
 
 @each_policy
-def test_a_nan_at_a_trained_token_shows_in_the_loss(settings: Mapping[str, Any]):
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_a_trained_token_that_is_not_finite_is_dropped_as_if_it_were_masked(
+    settings: Mapping[str, Any], field: str, bad: float
+) -> None:
+    """Of a sequence objective its whole sequence is; weights of the others stay what they were."""
     inputs, segments = random_row()
-    with torch.no_grad():
-        inputs.logprobs[0] = float("nan")
-    assert math.isnan(ragged.evaluate(settings, inputs, segments).loss)
+    at = 8  # in the sequence [7, 16)
+    assert inputs.mask[at]
+    values = getattr(inputs, field).detach().clone()
+    values[at] = bad
+    found = with_all_terms(settings, changed(inputs, **{field: values}), segments)
+    gone = torch.zeros_like(inputs.mask)
+    gone[7:16] = settings["name"] in SEQUENCE_POLICIES
+    gone[at] = True
+    expected = with_all_terms(settings, changed(inputs, mask=inputs.mask & ~gone), segments)
+    assert torch.equal(found.loss, expected.loss)
+    assert (found.grad, found.grad_entropy) == (expected.grad, expected.grad_entropy)
+    flags = torch.tensor([d for part in found.dropped for d in part])
+    assert flags.nonzero().flatten().tolist() == [at]
+    assert found.value("policy/nonfinite_tokens") == 1
+    assert all(map(math.isfinite, reduce_metrics([found.metrics]).values()))
 
 
 @each_policy
-def test_a_row_that_trains_nothing_has_zero_loss_and_zero_gradient(settings: Mapping[str, Any]):
+def test_what_is_not_read_may_be_anything(settings: Mapping[str, Any]) -> None:
+    """Reference log-probs without divergence, rollout log-probs without anything that compares with
+    them, entropy without a bonus.
+    """
+    inputs, segments = random_row()
+    inputs = without_correction(inputs)
+    expected = ragged.evaluate(settings, inputs, segments)
+    unread = {"ref_logprobs", "entropy", "rollout_logprobs"}
+    if settings["name"] == "minirl":
+        unread.remove("rollout_logprobs")
+    dirty = {name: torch.full_like(inputs.weight, math.nan) for name in unread}
+    found = ragged.evaluate(settings, without_correction(inputs, **dirty), segments)
+    assert torch.equal(found.loss, expected.loss) and found.grad == expected.grad
+    assert not any(d for part in found.dropped for d in part)
+
+
+def without_correction(inputs: LossInputs, **values: torch.Tensor) -> LossInputs:
+    whole = replace(inputs, correction=torch.ones_like(inputs.weight))
+    return replace(changed(whole, **values), correction=None)
+
+
+@each_policy
+def test_a_row_that_trains_nothing_has_zero_loss_and_zero_gradient(
+    settings: Mapping[str, Any],
+) -> None:
     inputs, segments = random_row()
     nothing = replace(inputs, mask=torch.zeros_like(inputs.mask))
-    found = ragged.evaluate(settings, nothing, segments)
+    found = with_all_terms(settings, nothing, segments)
     assert float(found.loss) == 0
-    assert {g for part in found.grad for g in part} == {0.0}
-    # it has nothing to say about ratios either: no count, no smallest and no largest
-    assert {name for name in reduce_metrics([found.metrics])} == {"policy/loss"}
+    assert {g for part in found.grad + found.grad_entropy for g in part} == {0.0}
+    # it has nothing to say about ratios either: no mean, no smallest and no largest
+    assert set(reduce_metrics([found.metrics]).values()) == {0.0}
+    assert not any("ratio" in name for name in reduce_metrics([found.metrics]))
 
 
 # --- sums -----------------------------------------------------------------------------------------
 
 
 @each_policy
-def test_a_row_split_in_two_gives_the_same_sums_and_counts(settings: Mapping[str, Any]):
+def test_a_row_split_in_two_gives_the_same_sums_and_counts(settings: Mapping[str, Any]) -> None:
     inputs, segments = random_row(seed=3)
-    whole = ragged.evaluate(settings, inputs, segments)
+    whole = with_all_terms(settings, changed(inputs), segments)
     parts = []
     for start, end in ((0, 2), (2, 5)):
         bounds = segments.cu_seqlens[start : end + 1]
         first, last = int(bounds[0]), int(bounds[-1])
         cut = {f.name: getattr(inputs, f.name).detach()[first:last] for f in fields(inputs)}
-        cut["logprobs"] = cut["logprobs"].clone().requires_grad_()
-        part = Segments(bounds - first)
-        parts.append(ragged.evaluate(settings, LossInputs(**cut), part))
+        part = changed(inputs, **cut)
+        parts.append(with_all_terms(settings, part, Segments(bounds - first)))
     assert parts[0].grad + parts[1].grad == whole.grad
     merged = merge_metrics(part.metrics for part in parts)
     expected = merge_metrics([whole.metrics])
@@ -277,34 +254,70 @@ def test_a_row_split_in_two_gives_the_same_sums_and_counts(settings: Mapping[str
         assert vars(one.value) == pytest.approx(vars(two.value), rel=1e-12, abs=1e-12), one.name
 
 
+def test_long_sums_do_not_lose_a_mean_log_ratio_of_1e_3() -> None:
+    """131072 tokens of float32 near -3, differences of exactly +-2^-10: their mean is exactly
+    2^-11, which sums of log-probs in float32 would miss by more than GSPO's whole band.
+    """
+    n = 131072
+    old = torch.full((n,), -3.0)
+    step = torch.full((n,), 2.0**-10)
+    step[::4] *= -1
+    ones = torch.ones(n)
+    inputs = LossInputs(
+        *((old + step).requires_grad_(), ones, old, old, ones, ones / n, torch.ones(n).bool())
+    )
+    found = ragged.evaluate(GSPO, inputs, Segments(torch.tensor([0, n], dtype=torch.int32)))
+    s = math.exp(2.0**-11)
+    assert float(found.loss) == pytest.approx(-s, rel=1e-12)
+    assert found.grad[0][0] == pytest.approx(-s / n, rel=CLOSE)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
 @each_ratio_policy
-def test_an_unchanged_policy_has_ratio_one_and_clips_nothing(settings: Mapping[str, Any]):
+def test_an_unchanged_policy_has_ratio_one_and_clips_nothing(settings: Mapping[str, Any]) -> None:
     inputs, segments = random_row()
-    same = replace(inputs, old_logprobs=inputs.logprobs.detach().clone())
-    found = ragged.evaluate(settings, same, segments)
-    values = reduce_metrics([found.metrics])
+    lp = inputs.logprobs.detach()
+    same = changed(inputs, old_logprobs=lp.clone(), rollout_logprobs=lp.clone())
+    values = reduce_metrics([ragged.evaluate(settings, same, segments).metrics])
     for name in ("ratio", "seq_ratio"):
         for kind in ("mean", "min", "max"):
             assert values[f"policy/{name}_{kind}"] == 1.0
-    assert values["policy/approx_kl"] == 0.0
-    assert [v for k, v in values.items() if "clipfrac" in k or "gatefrac" in k] != []
-    assert {v for k, v in values.items() if "clipfrac" in k or "gatefrac" in k} == {0.0}
+    assert values["policy/approx_kl_k1"] == values["policy/approx_kl_k3"] == 0.0
+    flags = ("frac", "capped", "raised", "clamped", "differ", "dropped")
+    assert {v for k, v in values.items() if any(flag in k for flag in flags)} == {0.0}
 
 
 @each_ratio_policy
-def test_the_first_gradient_of_any_ratio_objective_is_the_policy_gradient(
-    settings: Mapping[str, Any],
-):
-    """At ratio 1: -A w; for GSPO averaged over the sequence, hence for one A and w a sequence."""
-    logp = [[-1.0, -2.0, -0.5], [-0.25]]
-    weight, advantages = ragged.spread([0.1, 0.3], logp), ragged.spread([2.0, -1.5], logp)
-    row = ragged.row(logp=logp, old=logp, advantages=advantages, weight=weight)
-    found = ragged.evaluate(settings, *row)
-    assert found.grad[0] == pytest.approx([-0.2] * 3, rel=CLOSE)
-    assert found.grad[1] == pytest.approx([0.45], rel=CLOSE)
+def test_the_metrics_of_ratios_are_those_of_a_naive_loop(settings: Mapping[str, Any]) -> None:
+    inputs, segments = random_row(dtype=torch.float64)
+    values = reduce_metrics([ragged.evaluate(settings, changed(inputs), segments).metrics])
+    d = (inputs.logprobs.detach() - inputs.old_logprobs).tolist()
+    mask, bounds = inputs.mask.tolist(), segments.cu_seqlens.tolist()
+    used = [x for x, m in zip(d, mask, strict=True) if m]
+    per_sequence = [[d[t] for t in range(a, b) if mask[t]] for a, b in pairwise(bounds)]
+    means = [math.fsum(s) / len(s) for s in per_sequence if s]
+    ratios = [math.exp(x) for x in used]
+    expected = {
+        "approx_kl_k1": -math.fsum(used) / len(used),
+        "approx_kl_k3": math.fsum(math.exp(x) - 1 - x for x in used) / len(used),
+        "ratio_mean": math.fsum(ratios) / len(used),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "seq_ratio_mean": math.fsum(map(math.exp, means)) / len(means),
+        "seq_ratio_min": math.exp(min(means)),
+        "seq_ratio_max": math.exp(max(means)),
+        "seq_ratio_distance": math.fsum(
+            math.fsum(abs(math.exp(x) - 1) for x in s) / len(s) for s in per_sequence if s
+        )
+        / len(means),
+    }
+    for name, value in expected.items():
+        assert values[f"policy/{name}"] == pytest.approx(value, rel=1e-9), name
 
 
-def test_the_metrics_of_clipping_count_tokens_and_sequences():
+def test_the_metrics_of_clipping_count_tokens_and_sequences() -> None:
     """Sequence 0 lies above the band with A > 0, sequence 1 inside, sequence 2 below with A < 0."""
     logp = [[0.5] * 4, [0.0] * 3, [-0.5] * 2]
     row = ragged.row(
@@ -320,7 +333,7 @@ def test_the_metrics_of_clipping_count_tokens_and_sequences():
     assert metrics["policy/seq_clipfrac"] == Mean(2, 3)
 
 
-def test_demonstrations_have_a_likelihood_and_no_ratio():
+def test_demonstrations_have_a_likelihood_and_no_ratio() -> None:
     logp = [[-1.0, -2.0], [-4.0]]
     row = ragged.row(
         logp=logp,
@@ -331,4 +344,5 @@ def test_demonstrations_have_a_likelihood_and_no_ratio():
     found = ragged.evaluate(SFT, *row)
     assert float(found.loss) == 0.5 * 3 + 0.25 * 4
     assert found.grad == [[-0.5, -0.5], [-0.25]]
-    assert {m.name for m in found.metrics} == {"policy/loss", "policy/entropy"}
+    assert not any("ratio" in m.name or "kl" in m.name for m in found.metrics)
+    assert set(SURROGATES) == {s["name"] for s in POLICIES}  # this file's list is complete

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.checkpoint.manager import CheckpointManager, publish_model, read_json
+from megarl.checkpoint.manager import MEGATRON, CheckpointManager, publish_model, read_json
 from megarl.errors import DataError, RunError
 from tests.helpers.dist import WorkerPool
 
@@ -62,7 +62,7 @@ class Saver:
     def save(
         self, step: int, write: Callable[[Path], None] = nothing, num_bytes: int = 0, **state: Any
     ) -> Path:
-        return self.manager.save(step, state, {"layers": 4}, self.hf, write, num_bytes)
+        return self.manager.save(step, state, {"layers": 4}, self.hf, {MEGATRON: write}, num_bytes)
 
     @property
     def steps(self) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.checkpoint.manager import CheckpointManager
+from megarl.checkpoint.manager import MEGATRON, CheckpointManager
 
 
 def save_all(
@@ -31,7 +31,7 @@ def save_all(
                 raise OSError(28, "No space left on device")
 
         try:
-            outcomes.append(manager.save(step, loop_state or {}, {}, hf, write, 0).name)
+            outcomes.append(manager.save(step, loop_state or {}, {}, hf, {MEGATRON: write}, 0).name)
         except Exception as error:
             outcomes.append((type(error).__name__, str(error)))
             if len(ranks) == 1:
@@ -50,13 +50,13 @@ def killed_while_writing(folder: Path, hf: Path) -> None:
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     manager = CheckpointManager(folder, keep=1, rank=0, host=dist.group.WORLD)
-    manager.save(1, {"cursor": 1}, {}, hf, lambda path: _write(path, b"one"), 0)
+    manager.save(1, {"cursor": 1}, {}, hf, {MEGATRON: lambda path: _write(path, b"one")}, 0)
 
     def die(path: Path) -> None:
         _write(path, b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    manager.save(2, {"cursor": 2}, {}, hf, die, 0)
+    manager.save(2, {"cursor": 2}, {}, hf, {MEGATRON: die}, 0)
 
 
 def _write(path: Path, data: bytes) -> None:

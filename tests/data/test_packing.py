@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,14 +153,8 @@ TRAINED = [0] * 7 + [1] * 6
 LOGPROBS = [0.0] * 7 + [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]
 
 
-def build(samples: list[Sample], length: int, multiple: int = 1, **changes: Any) -> PackedBatch:
-    given = {
-        "advantages": [float(i + 1) for i in range(len(samples))],
-        "weights": [0.5 / (i + 1) for i in range(len(samples))],
-    }
-    return build_row(
-        samples, range(len(samples)), length=length, segment_multiple=multiple, **given | changes
-    )
+def build(samples: list[Sample], length: int, multiple: int = 1) -> PackedBatch:
+    return build_row(samples, range(len(samples)), length=length, segment_multiple=multiple)
 
 
 def f32(values: Sequence[float]) -> list[float]:
@@ -175,10 +169,11 @@ def test_entry_t_of_a_row_is_about_token_t_plus_1() -> None:
     assert row.valid.tolist() == [True] * 13
     assert row.positions.tolist() == list(range(13))
     assert row.rollout_logprobs.tolist() == f32([0] * 6 + LOGPROBS[7:] + [0])
-    assert row.advantages.tolist() == [0] * 6 + [1] * 6 + [0]
-    assert row.weight.tolist() == [0] * 6 + [0.5] * 6 + [0]
     assert (row.cu_seqlens.tolist(), row.lengths.tolist(), row.samples) == ([0, 13], [13], (0,))
-    assert row.old_logprobs is None
+    for later in (row.advantages, row.weight):
+        assert later.tolist() == [0] * 13
+    for later in (row.old_logprobs, row.old_entropy, row.ref_logprobs, row.values, row.returns):
+        assert later is None
 
 
 def test_padding_belongs_to_no_sample() -> None:
@@ -199,12 +194,49 @@ def test_padding_belongs_to_no_sample() -> None:
 def test_holes_in_the_mask_carry_nothing_even_if_the_sample_does() -> None:
     """Tokens of a tool's answer: in the row, seen by attention, never in a loss."""
     hole = sample([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 1, 1], [7.0, -1, float("nan"), 8.0, -2, -3])
-    row = build([hole], 6, advantages=[2.0], weights=[1 / 3])
+    row = build([hole], 6)
     assert row.mask.tolist() == [True, False, False, True, True, False]
     assert row.valid.all()
     assert row.rollout_logprobs.tolist() == [-1, 0, 0, -2, -3, 0]
-    assert row.advantages.tolist() == [2, 0, 0, 2, 2, 0]
-    assert row.weight.tolist() == f32([1 / 3, 0, 0, 1 / 3, 1 / 3, 0])
+    assert row.spread(lambda i: 2.0).tolist() == [2, 0, 0, 2, 2, 0]
+
+
+def test_what_samples_bring_lies_where_it_belongs() -> None:
+    """Reference log-probs like log-probs; the value after token t before target t, which is the
+    next one, and of the whole sequence: the last one is what a truncated response goes on from.
+    """
+    one = replace(
+        sample([1, 2, 3], [0, 1, 1]),
+        ref_logprobs=np.array([9, -1, -2], np.float32),
+        values=np.array([0.5, 1.5, 2.5], np.float32),
+    )
+    two = replace(
+        sample([4, 5], [0, 1]),
+        ref_logprobs=np.array([9, -3], np.float32),
+        values=np.array([3.5, 4.5], np.float32),
+    )
+    row = build([one, two], 8, multiple=4)
+    assert row.ref_logprobs is not None and row.values is not None
+    assert row.ref_logprobs.tolist() == [-1, -2, 0, 0, -3, 0, 0, 0]
+    assert row.values.tolist() == [0.5, 1.5, 2.5, 0, 3.5, 4.5, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["values", "ref_logprobs"])
+def test_samples_of_which_only_some_bring_something_are_refused(name: str) -> None:
+    there = replace(sample([1, 2], [0, 1]), **{name: np.zeros(2, np.float32)})
+    with pytest.raises(DataError, match=f"sample 1 has no {name}, others of its step have"):
+        build([there, sample([1, 2], [0, 1])], 4)
+
+
+def test_values_of_a_sample_and_of_its_tokens_are_spread_over_its_segment() -> None:
+    samples = [sample([1, 2, 3], [0, 1, 1]), sample([4, 5, 6, 7], [0, 1, 0, 1])]
+    row = build(samples, 16, multiple=4)
+    of_sample = row.spread(lambda i: i + 1.0)
+    assert of_sample.tolist() == [1, 1, 0, 0, 2, 0, 2, 0, *[0] * 8]
+    of_token = row.spread(lambda i: np.arange(len(samples[i].tokens)) + 10.0 * i)
+    assert of_token.tolist() == [1, 2, 0, 0, 11, 0, 13, 0, *[0] * 8]
+    assert row.of_segments([5.0, 7.0]).tolist() == [5, 7, 0]
+    assert list(row.segments()) == [(0, 0, 3), (1, 4, 4)]
 
 
 def test_a_row_without_samples_is_all_padding() -> None:
@@ -225,14 +257,8 @@ def test_every_row_gives_its_samples_back(data: st.DataObject, multiple: int, ex
         samples.append(sample(tokens, mask, [-0.5 * m for m in mask]))
     chosen = data.draw(st.permutations(range(len(samples))))
     size = sum(-(-n // multiple) * multiple for n in lengths) + extra * multiple
-    row = build_row(
-        samples,
-        chosen,
-        advantages=[float(i) for i in range(len(samples))],
-        weights=[1.0] * len(samples),
-        length=size,
-        segment_multiple=multiple,
-    )
+    row = build_row(samples, chosen, length=size, segment_multiple=multiple)
+    of_sample = row.spread(float)
     bounds = row.cu_seqlens.tolist()
     assert bounds[0] == 0 and bounds[-1] == len(row.tokens) == size
     assert all(b % multiple == 0 for b in bounds)
@@ -247,7 +273,7 @@ def test_every_row_gives_its_samples_back(data: st.DataObject, multiple: int, ex
             assert row.targets[at] == samples[i].tokens[t + 1]
             assert row.mask[at] == samples[i].mask[t + 1]
             assert row.rollout_logprobs[at] == -0.5 * samples[i].mask[t + 1]
-            assert row.advantages[at] == i * samples[i].mask[t + 1]
+            assert of_sample[at] == i * samples[i].mask[t + 1]
         assert not row.mask[start + n - 1 : bounds[k + 1]].any()
     assert int(row.valid.sum()) == sum(lengths)
     assert int(row.mask.sum()) == sum(s.trained_tokens for s in samples)

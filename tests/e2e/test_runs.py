@@ -13,12 +13,19 @@ pytestmark = pytest.mark.dist
 
 Start = Callable[..., Launch]
 
+# On top of GSPO: a reference policy, a controller with a state, weights against mismatch
+TERMS = [
+    "algo.kl.coef=0.05",
+    "algo.entropy={name: adaptive, target: 9.0, delta: 0.001}",
+    "algo.correction={level: sequence, mode: mask, low: 0.5, high: 2.0}",
+]
+
 
 def test_a_run_trains_syncs_reports_and_resumes(
     launch: Start, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    settings = ["eval.every=2", "monitor.record_rollouts=true"]
+    settings = ["eval.every=2", "monitor.record_rollouts=true", *TERMS]
     first = launch(inputs.rl(run, "run.steps=3", *settings))
     assert first.wait() == 0, first.text()
     first.assert_nothing_left()
@@ -27,9 +34,12 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:
         # fp32 on both sides: sampler and trainer agree to rounding, so the weights went over
-        assert m["mismatch/max_logprob_diff"] < 2e-5, m
+        assert m["mismatch/max_abs_logprob_diff"] < 2e-5, m
         assert 0 < m["policy/entropy"] < np.log(24)
         assert m["optim/grad_norm"] > 0
+        assert m["policy/entropy_coef"] == pytest.approx(0.001 * (m["step"] - 1), abs=1e-15)
+    # the reference is the model before the first update
+    assert abs(metrics[1]["kl/old_policy"]) < 1e-9 < 1e-6 < metrics[3]["kl/old_policy"]
     assert [m["step"] for m in metrics if "eval/accuracy" in m] == [0, 2, 3]
     assert "<img" in (run / "report.html").read_text()
     samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
@@ -45,7 +55,9 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert resumed.wait() == 0, resumed.text()
     assert [m["step"] for m in resumed.metrics()] == [0, 1, 2, 3, 4]
     assert resumed.metrics()[-1]["sync/version"] == 4
-    assert resumed.metrics()[-1]["mismatch/max_logprob_diff"] < 2e-5
+    assert resumed.metrics()[-1]["policy/entropy_coef"] == pytest.approx(0.003)  # it went on
+    assert resumed.metrics()[-1]["kl/old_policy"] > metrics[3]["kl/old_policy"] / 4
+    assert resumed.metrics()[-1]["mismatch/max_abs_logprob_diff"] < 2e-5
     assert_prompts_go_on(run, steps=4, per_step=8)
 
 
@@ -53,7 +65,8 @@ def assert_training_again_from_the_recording_repeats(
     launch: Start, inputs: Inputs, recorded_run: Path, run: Path
 ) -> None:
     """``train_only`` from the same weights and rollouts: losses and gradients to the last bit."""
-    replay = launch(inputs.train_only(run, recorded_run / "rollouts", "run.steps=2"))
+    recording = recorded_run / "rollouts"
+    replay = launch(inputs.train_only(run, recording, "run.steps=2", *TERMS))
     assert replay.wait() == 0, replay.text()
     lines = (recorded_run / "metrics.jsonl").read_text().splitlines()
     original = {m["step"]: m for m in map(json.loads, lines)}
@@ -92,7 +105,7 @@ def test_every_layout_runs_by_changing_one_line(
     assert started.wait() == 0, started.text()
     metrics = started.metrics()
     assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
-    assert all(m["mismatch/max_logprob_diff"] < 2e-5 for m in metrics[1:])
+    assert all(m["mismatch/max_abs_logprob_diff"] < 2e-5 for m in metrics[1:])
 
 
 @pytest.mark.slow

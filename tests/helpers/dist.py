@@ -9,6 +9,7 @@ the pool then starts afresh. Workers end with the pool, or with the process that
 
 import ctypes
 import datetime
+import functools
 import importlib
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 
 class WorkerPool:
@@ -82,11 +84,31 @@ class WorkerPool:
             self._workers.append((process, here))
 
 
+_DEVICE = functools.cache(lambda: dist.ProcessGroupGloo.create_device(interface="lo"))
+
+
+class _OnOneDevice(dist.ProcessGroupGloo):
+    """Every group of a worker on one gloo device.
+
+    A device has a thread that wakes a hundred times a second. Some groups outlive their test
+    (Megatron's gradient hooks refer to them): with a device each, a worker that has run fifty
+    layouts spends most of a core on waking up.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+    ) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [_DEVICE()], 1, timeout
+        super().__init__(store, rank, size, options)
+
+
 def _serve(pipe: Connection, parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the pool's owner
     if os.getppid() != parent:
         return
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = _OnOneDevice  # type: ignore[misc]
     while True:
         try:
             target, port, task, rank, world, timeout_s, arguments = pipe.recv()

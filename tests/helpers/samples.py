@@ -26,7 +26,8 @@ def random_samples(
                     prompt_id=f"p{group}",
                     group=group,
                     index=index,
-                    tokens=rng.integers(0, vocab, length).astype(np.int32),
+                    # not 0: the padding token's embedding is 0, where a norm's gradient is 1e3
+                    tokens=rng.integers(1, vocab, length).astype(np.int32),
                     mask=mask,
                     rollout_logprobs=np.where(mask, -rng.random(length) * 3, 0).astype(np.float32),
                     rewards=np.array([reward], np.float32),

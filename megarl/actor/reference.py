@@ -1,0 +1,42 @@
+"""The reference policy: another set of weights for the actor's own model, kept in host memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class HostWeights:
+    """A copy of the parameters and buffers of a model's chunks as they are now."""
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self._copy = [_to_host(t) for t in _tensors(chunks)]
+
+    @contextmanager
+    def loaded(self, chunks: list[torch.nn.Module]) -> Iterator[None]:
+        """Inside, the model has these weights; afterwards its own again, bit for bit."""
+        with torch.no_grad():
+            own = [_to_host(t) for t in _tensors(chunks)]
+            self._put(chunks, self._copy)
+            try:
+                yield
+            finally:
+                self._put(chunks, own)
+
+    @staticmethod
+    def _put(chunks: list[torch.nn.Module], values: list[torch.Tensor]) -> None:
+        for tensor, value in zip(_tensors(chunks), values, strict=True):
+            tensor.copy_(value, non_blocking=True)
+
+
+def _tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    return [
+        tensor
+        for chunk in chunks
+        for tensor in (*(p.data for p in chunk.parameters()), *chunk.buffers())
+    ]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)

@@ -1,0 +1,238 @@
+"""Advantages from the rewards of a prompt's samples. Host data, float64, in input order.
+
+R_i reward of sample i, mu and sigma of its group of K finite rewards, l_i response length::
+
+    grpo      (R_i - mu) / (sigma + eps)             DeepSeekMath, arXiv 2402.03300
+      scale=batch: sigma of all raw rewards          Lite-PPO, arXiv 2508.08221
+    dr_grpo    R_i - mu                              arXiv 2503.20783
+    rloo      (R_i - mu) K / (K - 1)                 arXiv 2402.14740
+    grpo_loo  (R_i - mu_-i) / (sigma_-i + eps)       the others' mean and sigma; sigma_-i = 0: / 1
+    opo        R_i - sum_j l_j R_j / sum_j l_j       arXiv 2505.23585
+    gpg       (R_i - mu) alpha / f_norm              arXiv 2504.02546; alpha: samples over samples
+                                                     in groups that are not all equal
+
+1. A group whose rewards are all equal has advantage 0 exactly; so has a group of one, unless
+   ``singleton`` says otherwise.
+2. A non-finite reward takes its sample out of the statistics; its advantage is 0.
+3. Samples of one trajectory share its reward and count once, with the length of all of them
+   together; it is truncated where one of them is.
+4. Groups may be ragged and interleaved.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.config.algo import (
+    DrGrpoAdvantage,
+    GpgAdvantage,
+    GroupAdvantage,
+    GrpoAdvantage,
+    GrpoLooAdvantage,
+    OpoAdvantage,
+    RlooAdvantage,
+)
+from megarl.errors import DataError
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What is known of a step's N samples when they are scored."""
+
+    rewards: Floats  # [N]
+    groups: NDArray[np.int64]  # [N]
+    lengths: NDArray[np.int64]  # [N] trained tokens
+    truncated: Bools  # [N]
+    trajectories: NDArray[np.int64] | None = None  # [N]; None: every sample is one of its own
+
+    @classmethod
+    def of(
+        cls,
+        rewards: ArrayLike,
+        groups: ArrayLike,
+        lengths: ArrayLike | None = None,
+        truncated: ArrayLike | None = None,
+        trajectories: ArrayLike | None = None,
+    ) -> "Outcomes":
+        values = np.asarray(rewards, np.float64)
+        count = len(values)
+        return cls(
+            values,
+            np.asarray(groups, np.int64),
+            np.asarray([1] * count if lengths is None else lengths, np.int64),
+            np.asarray([False] * count if truncated is None else truncated, np.bool_),
+            None if trajectories is None else np.asarray(trajectories, np.int64),
+        )
+
+    @property
+    def valid(self) -> Bools:
+        return np.isfinite(self.rewards)
+
+    def members(self, counted: Bools) -> Iterator[NDArray[np.int64]]:
+        """Of every group the indices of its counted samples, one for each trajectory."""
+        once = counted & self.first_of_trajectory()
+        for label in np.unique(self.groups):
+            yield np.flatnonzero((self.groups == label) & once)
+
+    def of_trajectories(self) -> "Outcomes":
+        """Every sample with the length and the truncation of its whole trajectory."""
+        if self.trajectories is None:
+            return self
+        _, which = np.unique(
+            np.stack([self.groups, self.trajectories]), axis=1, return_inverse=True
+        )
+        which = which.ravel()
+        lengths = np.bincount(which, weights=self.lengths)[which]
+        truncated = np.bincount(which, weights=self.truncated)[which] > 0
+        return replace(self, lengths=lengths.astype(np.int64), truncated=truncated)
+
+    def first_of_trajectory(self) -> Bools:
+        """The one sample of every trajectory that counts."""
+        first = np.ones(len(self.groups), np.bool_)
+        if self.trajectories is not None:
+            _, where = np.unique(
+                np.stack([self.groups, self.trajectories]), axis=1, return_index=True
+            )
+            first[:] = False
+            first[where] = True
+        return first
+
+    def spread_over_trajectories(self, values: Floats) -> Floats:
+        """Every sample gets the value of its trajectory's first one. Raises DataError where their
+        rewards disagree.
+        """
+        if self.trajectories is None:
+            return values
+        out = values.copy()
+        seen: dict[tuple[int, int], int] = {}
+        for i, key in enumerate(zip(self.groups.tolist(), self.trajectories.tolist(), strict=True)):
+            first = seen.setdefault(key, i)
+            a, b = self.rewards[first], self.rewards[i]
+            if a != b and not (np.isnan(a) and np.isnan(b)):
+                raise DataError(
+                    f"samples {first} and {i} are of one trajectory ({key[1]} of group {key[0]}) "
+                    f"with rewards {a} and {b}; accepted: one reward a trajectory"
+                )
+            out[i] = values[first]
+        return out
+
+
+def group_advantages(section: GroupAdvantage, outcomes: Outcomes) -> Floats:
+    """f64 [N]: one advantage a sample. ``section``: one of the group estimators of
+    ``config/algo.py``.
+    """
+    outcomes = outcomes.of_trajectories()
+    counted, silenced = outcomes.valid, ~outcomes.valid
+    if section.truncated_variant is not None:
+        silenced = silenced | outcomes.truncated
+    if section.truncated_variant == "exclude":
+        counted = counted & ~outcomes.truncated
+    out = np.zeros(len(outcomes.rewards))
+    whole = _Batch.of(outcomes, counted)
+    for members in outcomes.members(counted):
+        group = outcomes.rewards[members]
+        if len(group) == 1 and section.singleton == "raw":
+            out[members] = GROUP_ESTIMATORS[section.name].singleton(section, group, whole)
+        elif len(group) > 1 and not _flat(group):
+            compute = GROUP_ESTIMATORS[section.name].compute
+            out[members] = compute(section, group, outcomes.lengths[members], whole)
+    out = outcomes.spread_over_trajectories(out)
+    return np.where(silenced, 0.0, out)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What estimators use of the whole batch."""
+
+    rewards: Floats  # the counted ones
+    informative: int  # of them, samples in groups that are not all equal
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, counted: Bools) -> "_Batch":
+        groups = list(outcomes.members(counted))
+        rewards = [outcomes.rewards[m] for m in groups]
+        everything = np.concatenate(rewards) if rewards else np.zeros(0)
+        return cls(everything, sum(len(r) for r in rewards if len(r) > 1 and not _flat(r)))
+
+
+def _flat(rewards: Floats) -> bool:
+    """Not ``std == 0``: the mean of seven times 0.1 is not 0.1."""
+    return bool(rewards.max() == rewards.min())
+
+
+def _std(rewards: Floats, ddof: int) -> float:
+    return float(rewards.std(ddof=ddof)) if len(rewards) > ddof else 0.0
+
+
+def _centred(rewards: Floats) -> Floats:
+    return np.asarray(rewards - rewards.mean(), np.float64)
+
+
+def _grpo(section: GrpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    if section.scale == "none":
+        return _centred(rewards)
+    whose = {"group": rewards, "batch": batch.rewards}[section.scale]
+    scale: float = _std(whose, section.ddof) + section.eps
+    return _centred(rewards) / scale
+
+
+def _dr_grpo(section: DrGrpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    return _centred(rewards)
+
+
+def _rloo(section: RlooAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    return _centred(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+def _grpo_loo(section: GrpoLooAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    out = np.empty_like(rewards)
+    for i, reward in enumerate(rewards):
+        others = np.delete(rewards, i)
+        spread = len(others) > section.ddof and not _flat(others)
+        scale = _std(others, section.ddof) + section.eps if spread else 1.0
+        out[i] = (reward - others.mean()) / scale
+    return out
+
+
+def _opo(section: OpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    total = float(lengths.sum())
+    if total == 0:
+        return _centred(rewards)  # nothing of this group is trained
+    return rewards - float(lengths @ rewards) / total
+
+
+def _gpg(section: GpgAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+    scale: float = len(batch.rewards) / max(1, batch.informative) / section.f_norm
+    return _centred(rewards) * scale
+
+
+def _raw(section: GroupAdvantage, rewards: Floats, batch: _Batch) -> Floats:
+    return rewards
+
+
+def _raw_scaled(section: GrpoAdvantage, rewards: Floats, batch: _Batch) -> Floats:
+    """Mean 0 and standard deviation 1 for a group that has none."""
+    scale = {"group": 1.0, "batch": _std(batch.rewards, section.ddof)}.get(section.scale)
+    return rewards if scale is None else rewards / (scale + section.eps)
+
+
+@dataclass(frozen=True)
+class _Estimator:
+    compute: Callable[[Any, Floats, NDArray[np.int64], _Batch], Floats]
+    singleton: Callable[[Any, Floats, _Batch], Floats] = _raw
+
+
+GROUP_ESTIMATORS: dict[str, _Estimator] = {
+    "grpo": _Estimator(_grpo, _raw_scaled),
+    "dr_grpo": _Estimator(_dr_grpo),
+    "rloo": _Estimator(_rloo),
+    "grpo_loo": _Estimator(_grpo_loo),
+    "opo": _Estimator(_opo),
+    "gpg": _Estimator(_gpg),
+}

@@ -1,0 +1,59 @@
+"""Mean and variance of numbers that lie on several ranks, and whitening with them.
+
+Parts (n, mean, M2 = sum of squared deviations) merge pairwise (Chan et al. 1979)::
+
+    delta = mean_b - mean_a
+    M2    = M2_a + M2_b + delta^2 n_a n_b / (n_a + n_b)
+
+E[x^2] - E[x]^2 would cancel. Parts are merged in the order given, so the result depends on how the
+batch is split at rounding level only.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+EPS = 1e-8  # inside the square root
+
+
+@dataclass(frozen=True)
+class Moments:
+    n: int
+    mean: float
+    m2: float
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> "Moments":
+        """Of f32 or f64 values of any shape, in two passes of f64."""
+        x = values.double()
+        n = x.numel()
+        mean = float(x.mean()) if n else 0.0
+        return cls(n, mean, float(((x - mean) ** 2).sum()))
+
+    @property
+    def variance(self) -> float:
+        """ddof 1; 0 for fewer than two numbers."""
+        return self.m2 / (self.n - 1) if self.n > 1 else 0.0
+
+
+def merge_moments(parts: Iterable[Moments]) -> Moments:
+    total = Moments(0, 0.0, 0.0)
+    for part in parts:
+        n = total.n + part.n
+        if part.n:
+            delta = part.mean - total.mean
+            mean = total.mean + delta * part.n / n
+            m2 = total.m2 + part.m2 + delta**2 * total.n * part.n / n
+            total = Moments(n, mean, m2)
+    return total
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """f64: (x - mean) / sqrt(variance + 1e-8) where ``mask``, 0 elsewhere. With fewer than two
+    numbers there is no variance, and x stays as it is.
+    """
+    x = values.double()
+    if moments.n >= 2:
+        x = (x - moments.mean) / (moments.variance + EPS) ** 0.5
+    return torch.where(mask, x, 0.0)

@@ -1,0 +1,92 @@
+"""The experts' load-balancing loss against transformers' router and the formula of
+docs/objectives.md, with its scale, in every layout. Nothing else is trained, so what is left is it.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.data.packing import plan_rows
+from tests.actor.compare import mesh_of
+from tests.actor.split_cases import masked
+from tests.helpers.dist import WorkerPool
+from tests.helpers.samples import random_samples
+
+pytestmark = pytest.mark.dist
+
+COEF = 0.125
+SAMPLES = [masked(s, keep=0) for s in random_samples(3, 4, seed=3)]
+
+
+def expected(hf: Path, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Gradients of the mean over ``rows`` of the loss of each, by transformers and autograd."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
+    total = torch.zeros(())
+    for row in rows:
+        outputs = [
+            model(torch.from_numpy(SAMPLES[i].tokens).long()[None], output_router_logits=True)
+            for i in row
+        ]
+        for layer in zip(*(o.router_logits for o in outputs), strict=True):
+            probs = torch.cat(layer).float().softmax(-1)
+            tokens, experts = probs.shape
+            topk = model.config.num_experts_per_tok
+            chosen = torch.zeros_like(probs).scatter(1, probs.topk(topk).indices, 1.0)
+            share = chosen.sum(0) / (tokens * topk)
+            total = total + COEF * experts * (share * probs.mean(0)).sum()
+    (total / len(rows)).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def found(pool: WorkerPool, hf: Path, layout: dict[str, int], row_tokens: int) -> dict[str, Any]:
+    results = pool.run(
+        "tests.actor.work_aux_loss:gradients_of",
+        world=mesh_of(layout).world_size,
+        **{"hf": hf, "layout": layout, "samples": SAMPLES},
+        **{"row_tokens": row_tokens, "coef": COEF},
+    )
+    return {n: g for part in results for n, g in part.items()}
+
+
+@pytest.mark.parametrize("row_tokens", [300, 60], ids=lambda n: f"rows of {n}")
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"dp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}],
+    ids=str,
+)
+def test_it_is_the_mean_over_rows_of_the_formula(
+    pool: WorkerPool, tiny_model: Path, layout: dict[str, int], row_tokens: int
+) -> None:
+    mesh = mesh_of(layout)
+    plan = plan_rows(
+        [len(s.tokens) for s in SAMPLES],
+        row_tokens=row_tokens,
+        dp=mesh.dp,
+        segment_multiple=mesh.segment_multiple,
+        row_multiple=mesh.row_multiple,
+        rows_multiple=mesh.rows_multiple,
+    )
+    rows = [row for rank in plan.rows for row in rank]
+    assert len(rows) >= mesh.dp * mesh.rows_multiple and all(rows)
+    reference = expected(tiny_model, rows)
+    gradients = found(pool, tiny_model, layout, row_tokens)
+    seen = 0
+    for name, g in gradients.items():
+        if ".experts." in name:  # transformers keeps all experts of a layer in one tensor
+            continue
+        wanted = reference.get(name, torch.zeros_like(g))
+        size = float(wanted.abs().max())
+        # fp32 through four layers on both sides, in another order of sums
+        assert (g - wanted).abs().max() <= 1e-4 * size + 1e-8, (name, size)
+        seen += name.endswith("mlp.gate.weight") and size > 1e-4
+    assert seen == 4  # the routers of all layers
+
+
+def test_without_a_coefficient_there_is_none(pool: WorkerPool, tiny_model: Path) -> None:
+    work = {"hf": tiny_model, "layout": {}, "samples": SAMPLES, "row_tokens": 300, "coef": 0.0}
+    (gradients,) = pool.run("tests.actor.work_aux_loss:gradients_of", world=1, **work)
+    assert all((g == 0).all() for g in gradients.values())
