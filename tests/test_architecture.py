@@ -26,8 +26,8 @@ LAYERS = [
     {"ops", "mesh", "hostcomm"},
     {"algos", "models", "data"},
     {"actor", "rollout", "sync", "checkpoint", "monitor"},
-    {"loop", "experience", "sources", "stopping"},
-    {"cli", "train", "serve"},
+    {"loop", "experience", "sources", "rounds", "curriculum", "stopping"},
+    {"cli", "train", "serve", "conformance"},
 ]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # Layer 0 is one vocabulary, layers 4 and 5 are one program; in between, siblings are blind.
