@@ -177,3 +177,17 @@ def test_a_missing_reduction_would_be_seen(pool: WorkerPool) -> None:
     expected = on_one_rank(GSPO, row).flat_grad
     grad = sum(part[0]["grad"] for part in parts)
     assert float((grad - expected).abs().max() / expected.abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [(p, 2 if p["name"] == "gmpo" else 1) for p in POLICIES],
+    ids=lambda x: x["name"] if isinstance(x, dict) else None,
+)
+def test_one_all_reduce_of_sequence_sums_is_all_that_crosses_the_ranks(
+    pool: WorkerPool, settings: dict[str, Any], count: int
+) -> None:
+    """Forward, backward and metrics together; gmpo clips before it sums, which takes another."""
+    case = (settings, whole_row("holes"))
+    for events in pool.run("tests.algos.work_rows:collectives", world=2, case=case):
+        assert events == ["gloo:all_reduce"] * count

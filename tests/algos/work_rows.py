@@ -40,6 +40,14 @@ def lonely_shares(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
     return [_share(rank, settings, row, None) for settings, row in cases]
 
 
+def collectives(rank: int, case: Case) -> list[str]:
+    """What the group does while a loss and its gradient are computed."""
+    settings, row = case
+    with torch.autograd.profiler.profile() as profile:
+        _share(rank, settings, row, dist.group.WORLD)
+    return [event.name for event in profile.function_events if event.name.startswith("gloo:")]
+
+
 def _share(
     rank: int,
     settings: Mapping[str, Any],
