@@ -185,7 +185,7 @@ class KlSection(Section):
     """Estimator; k3+ has k3's value and k2's gradient. docs/objectives.md says which gradients are
     unbiased.
     """
-    coef: Above0
+    coef: Annotated[float, Field(ge=0)]
     place: Literal["loss", "reward"] = "loss"
     """A term of the loss, or a penalty on every token's reward (gae and reinforce_pp)."""
     input_clamp: Above0 | None = 20.0

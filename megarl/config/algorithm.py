@@ -117,6 +117,9 @@ def _kl(algo: AlgoSection) -> Iterator[Problem]:
     kl = algo.kl
     if kl is None:
         return
+    if kl.coef == 0:
+        accepted = "a number > 0, or no algo.kl: the reference policy costs a forward pass"
+        yield Problem("algo.kl.coef", "0", accepted)
     token_rewards = isinstance(algo.advantage, GaeAdvantage | ReinforcePpAdvantage)
     if kl.place == "reward" and not token_rewards:
         accepted = f"loss: algo.advantage.name={algo.advantage.name} has no rewards of tokens"

@@ -74,6 +74,7 @@ def test_what_goes_together_is_no_problem(overrides: list[str]) -> None:
             *("algo.old_logprobs", "adaptive"),
         ),
         # divergence
+        ([GSPO, "algo.kl={coef: 0}"], "algo.kl.coef", "costs a forward pass"),
         ([GSPO, "algo.kl={coef: 0.1, place: reward}"], "algo.kl.place", "no rewards of tokens"),
         (
             [GSPO, "algo.kl={coef: 0.1, type: k1, is_weight: old}"],
