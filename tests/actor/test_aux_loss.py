@@ -52,11 +52,11 @@ def found(pool: WorkerPool, hf: Path, layout: dict[str, int], row_tokens: int) -
     return {n: g for part in results for n, g in part.items()}
 
 
-@pytest.mark.parametrize("row_tokens", [300, 60], ids=lambda n: f"rows of {n}")
+LAYOUTS = [{"dp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"dp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}],
-    ids=str,
+    ("layout", "row_tokens"), [({}, 300), *((layout, 60) for layout in [{}, *LAYOUTS])], ids=str
 )
 def test_it_is_the_mean_over_rows_of_the_formula(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int], row_tokens: int

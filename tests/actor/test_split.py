@@ -30,8 +30,8 @@ LAYOUTS = [
     {"pp": 2, "vpp": 2},
     {"tp": 2},
     {"dp": 2, "ep": 2},
-    {"tp": 2, "ep": 2, "etp": 1},
 ]
+BOTH = {"tp": 2, "ep": 2, "etp": 1}
 LARGE = [{"dp": 2, "cp": 2}, {"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "vpp": 2, "cp": 2}]
 
 
@@ -89,7 +89,7 @@ def test_a_layout_equals_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, BOTH], ids=str)
 def test_a_layout_with_more_microbatches_equals_one_process(
     pool: WorkerPool,
     tiny_model: Path,
