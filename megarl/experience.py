@@ -29,7 +29,7 @@ from megarl.algos.segments import Segments
 from megarl.algos.selection import SELECTIONS
 from megarl.algos.shaping import overlong_penalty
 from megarl.algos.value import value_metrics
-from megarl.algos.weighting import weigh
+from megarl.algos.weighting import TokenWeights, weigh
 from megarl.config.algo import AlgoSection
 from megarl.config.schema import Config
 from megarl.data.packing import build_row, plan_rows
@@ -61,6 +61,7 @@ def make_plan(samples: Sequence[Sample], config: Config, mesh: Mesh, dp_rank: in
     """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept
     whole. Without advantages and weights yet.
     """
+    _check_steps(samples)
     samples = trained_samples(samples, config.algo)
     if needs_recorded_values(config) and any(s.values is None for s in samples):
         accepted = "critic.lr, or values of every sample: algo.advantage.name=gae needs them"
@@ -85,6 +86,17 @@ def make_plan(samples: Sequence[Sample], config: Config, mesh: Mesh, dp_rank: in
         for row in (row for rows in steps for row in rows):
             row.old_logprobs = row.rollout_logprobs
     return TrainPlan(steps, tokens, [s.name for s in samples])
+
+
+def _check_steps(samples: Sequence[Sample]) -> None:
+    """Raise DataError, on every rank alike, for steps that end outside their sample."""
+    for s in samples:
+        ends = () if s.step_ends is None else s.step_ends.tolist()
+        if any(not 1 <= end < len(s.tokens) for end in ends):
+            raise DataError(
+                f"sample {s.name} of {len(s.tokens)} tokens has steps that end at the tokens "
+                f"{ends}; accepted: 1 to {len(s.tokens) - 1}"
+            )
 
 
 def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[int]]:
@@ -140,8 +152,8 @@ def complete_plan(
         metrics += _mismatch(rows, ranks.share) if algo.old_logprobs == "recompute" else []
     trained = trained_samples(samples, algo)
     for part, here in zip(split_by_group(samples, algo.minibatches), plan.steps, strict=True):
-        _complete_step(part, here if ranks.holds else [], trained, algo, ranks.share)
-    metrics.append(_number("resp/all_masked", sum(s.trained_tokens == 0 for s in trained)))
+        metrics += _complete_step(part, here if ranks.holds else [], trained, algo, ranks.share)
+    metrics += _response_metrics(samples, trained)
     plan.coefficients, measured = _coefficients(rows, algo, controllers, len(samples), ranks.share)
     return metrics + measured
 
@@ -193,16 +205,18 @@ def _complete_step(
     samples: Sequence[Sample],
     algo: AlgoSection,
     share: Share,
-) -> None:
+) -> StepMetrics:
     """Corrections, weights and selections of one optimizer step: samples ``part``."""
     trained = {i: samples[i].trained_tokens for i in part}
     groups = {i: samples[i].group for i in part}
-    for row, found in zip(rows, weigh(algo, rows, trained, groups, share), strict=True):
+    weights = weigh(algo, rows, trained, groups, share)
+    for row, found in zip(rows, weights, strict=True):
         row.weight = found.aggregation.float()
         if found.correction is not None:
             row.correction = found.correction.weight.float()
     if (select := SELECTIONS.get(algo.policy.name)) is not None:
         select(algo.policy, rows, share)
+    return [] if algo.correction is None else _correction_metrics(rows, weights, share)
 
 
 def _coefficients(
@@ -289,6 +303,47 @@ def _advantage_metrics(
         _number("adv/abs_mean", math.fsum(p[3] for p in parts) / count),
         _number("adv/min", min(p[4][0] for p in parts if p[4])),
         _number("adv/max", max(p[4][1] for p in parts if p[4])),
+    ]
+
+
+def _response_metrics(samples: Sequence[Sample], trained: Sequence[Sample]) -> StepMetrics:
+    """Of responses as they came, and of what the data masks leave of them."""
+    lengths = [s.trained_tokens for s in samples]
+    return [
+        Metric("resp/len_mean", Mean(sum(lengths), len(lengths))),
+        _number("resp/len_max", max(lengths, default=0)),
+        Metric("resp/trunc_frac", Mean(sum(s.truncated for s in samples), len(samples))),
+        _number("resp/all_masked", sum(s.trained_tokens == 0 for s in trained)),
+    ]
+
+
+def _correction_metrics(
+    rows: Sequence[PackedBatch], weights: Sequence[TokenWeights], share: Share
+) -> StepMetrics:
+    """What a correction keeps and how its weights spread, of one optimizer step."""
+    sums = []
+    for row, found in zip(rows, weights, strict=True):
+        c = found.correction
+        assert c is not None
+        w, keep = c.weight[row.mask], c.keep[row.mask]
+        kept_tokens = Segments(row.cu_seqlens).sums(c.keep)[0]
+        sums.append(
+            [
+                *(float(row.mask.sum()), float(keep.sum()), float(w.sum()), float((w * w).sum())),
+                *(float((c.count > 0).sum()), float((kept_tokens > 0).sum())),
+            ]
+        )
+    everywhere = [part for rank in share(sums) for part in rank]
+    tokens, kept, total, square, sequences, alive = (
+        math.fsum(part[k] for part in everywhere) for k in range(6)
+    )
+    mean = total / tokens if tokens else 0.0
+    spread = math.sqrt(max(0.0, square / tokens - mean**2)) if tokens else 0.0
+    return [
+        Metric("correction/kept_tokens", Mean(kept, tokens)),
+        Metric("correction/kept_sequences", Mean(alive, sequences)),
+        Metric("correction/weight_mean", Mean(total, tokens)),
+        Metric("correction/weight_std", Mean(spread * tokens, tokens)),
     ]
 
 

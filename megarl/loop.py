@@ -205,7 +205,7 @@ def _build(
     controllers = Controllers.of(config.algo)
     if loop_state is not None:
         source.load_state(loop_state["source"])
-        controllers.load_state(loop_state["controllers"])
+        controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
         *(PhaseTimer(), stop, controllers),

@@ -109,7 +109,8 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        return int(self.mask.sum())
+        """The first token follows on nothing: it has no log-prob and is never trained."""
+        return int(self.mask[1:].sum())
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,19 @@ coefficients. Naive loops over the tokens of each sample by itself.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megarl.algos.control import Controllers
+from megarl.errors import DataError
 from megarl.experience import complete_plan, make_plan
 from megarl.mesh import Mesh
-from megarl.types import PackedBatch
+from megarl.monitor.metrics import reduce_metrics
+from megarl.types import PackedBatch, Sample
 from tests.helpers.plans import completed, config_of, rows_of
 from tests.helpers.rich import Numbers, rich_numbers, rich_samples, set_passes
 
@@ -171,3 +175,53 @@ def test_a_penalty_in_the_reward_has_the_controllers_coefficient() -> None:
             here = slice(start, start + length)
             found = row.advantages[here][row.mask[here]].tolist()
             assert found == pytest.approx(naive_gae(i, 1.0, 1.0, False, 0.4), **CLOSE)
+
+
+def with_steps(samples: list[Sample], k: int, **changes: Any) -> list[Sample]:
+    return [replace(s, **changes) if i == k else s for i, s in enumerate(samples)]
+
+
+PROCESS = {"policy": {"name": "reinforce"}, "advantage": {"name": "grpo_process"}}
+
+
+def test_a_response_without_steps_has_no_process_advantage() -> None:
+    """One that never ended was not scored; the others of its prompt still are."""
+    cut = with_steps(SAMPLES, 1, truncated=True, step_rewards=None, step_ends=None)
+    (alone,) = completed(cut, config_of(algo=PROCESS), Mesh(), passes)
+    for row in rows_of([alone]):
+        for i, start, length in row.segments():
+            assert i != 1 or (row.advantages[start : start + length] == 0).all()
+    assert any((row.advantages != 0).any() for row in rows_of([alone]))
+    none = [replace(s, truncated=False, step_rewards=None, step_ends=None) for s in SAMPLES]
+    with pytest.raises(DataError, match="has step rewards"):
+        completed(none, config_of(algo=PROCESS), Mesh(), passes)
+
+
+@pytest.mark.parametrize("end", [-1, 0, 999])
+def test_a_step_that_ends_outside_its_sample_is_an_error_that_names_it(end: int) -> None:
+    moved = with_steps(SAMPLES, 1, step_ends=np.full_like(SAMPLES[1].step_ends, end))
+    with pytest.raises(DataError, match=SAMPLES[1].name):
+        completed(moved, config_of(algo=PROCESS), Mesh(), passes)
+
+
+def test_components_of_a_batch_in_which_nothing_ended_teach_nothing() -> None:
+    cut = [replace(s, truncated=True, rewards=np.zeros(1, np.float32)) for s in SAMPLES]
+    algo = {**PROCESS, "advantage": {"name": "gdpo", "weights": [1.0, 0.5]}}
+    for row in rows_of(completed(cut, config_of(algo=algo), Mesh(), passes)):
+        assert (row.advantages == 0).all()
+
+
+def test_a_correction_reports_what_it_keeps_and_how_its_weights_spread() -> None:
+    """From the weights that the rows got, over two ranks."""
+    correction = {"level": "token", "mode": "mask", "low": 0.8, "high": 1.25}
+    algo = {"policy": {"name": "reinforce"}, "correction": correction}
+    ranks = completed(SAMPLES, config_of(algo=algo), Mesh(dp=2), passes)
+    rows = rows_of(ranks)
+    weights = torch.cat([row.correction[row.mask] for row in rows if row.correction is not None])
+    found = reduce_metrics([ranks[0].metrics])
+    kept = float((weights > 0).float().mean())
+    assert 0 < kept < 1
+    assert found["correction/kept_tokens"] == pytest.approx(kept, rel=1e-6)
+    assert found["correction/weight_mean"] == pytest.approx(float(weights.mean()), rel=1e-5)
+    spread = float(weights.std(correction=0))
+    assert found["correction/weight_std"] == pytest.approx(spread, rel=1e-4)

@@ -90,6 +90,8 @@ def _gdpo(section: GdpoAdvantage, batch: Batch) -> list[torch.Tensor]:
     counts = {len(s.rewards) for s in batch.samples}
     if len(counts) > 1:
         raise DataError(f"samples with {sorted(counts)} reward components; accepted: as many each")
+    if all(s.truncated for s in batch.samples):  # nothing was scored: no component is known yet
+        return [torch.zeros(len(row.mask), dtype=torch.float64) for row in batch.rows]
     if section.weights is not None and counts and len(section.weights) not in counts:
         raise DataError(
             f"algo.advantage.weights has {len(section.weights)} numbers, the samples have "
@@ -207,13 +209,18 @@ def _token_rewards(batch: Batch) -> list[torch.Tensor]:
 
 
 def _steps(samples: Sequence[Sample]) -> tuple[list[list[float]], list[list[int]]]:
+    """A sample without steps, such as one that never ended, has none. Raises DataError where no
+    finished sample of the batch has any.
+    """
+    finished = [s for s in samples if not s.truncated]
+    if finished and not any(s.step_rewards is not None for s in finished):
+        raise DataError(
+            f"none of {len(finished)} finished samples has step rewards, e.g. {finished[0].name}; "
+            "algo.advantage.name=grpo_process needs a reward a step (types.Scored.steps)"
+        )
     rewards, ends = [], []
     for sample in samples:
-        if sample.step_rewards is None or sample.step_ends is None:
-            raise DataError(
-                f"sample {sample.name} has no step rewards; "
-                "algo.advantage.name=grpo_process needs a reward a step (types.Scored.steps)"
-            )
-        rewards.append(sample.step_rewards.tolist())
-        ends.append(sample.step_ends.tolist())
+        there = sample.step_rewards is not None and sample.step_ends is not None
+        rewards.append(sample.step_rewards.tolist() if there else [])  # type: ignore[union-attr]
+        ends.append(sample.step_ends.tolist() if there else [])  # type: ignore[union-attr]
     return rewards, ends

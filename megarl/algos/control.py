@@ -1,5 +1,6 @@
 """Coefficients that follow what they control. Their state is part of every checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,9 @@ class Controller(Protocol):
         """After the step."""
         ...
 
-    def state(self) -> float: ...
+    def state(self) -> float | None:
+        """None: there is nothing to remember."""
+        ...
 
     def load_state(self, state: float) -> None: ...
 
@@ -31,8 +34,8 @@ class Constant:
     def update(self, measured: float, samples: int) -> None:
         return
 
-    def state(self) -> float:
-        return self.value
+    def state(self) -> None:
+        return None
 
     def load_state(self, state: float) -> None:
         """The configuration's value counts, also when a run goes on."""
@@ -67,7 +70,8 @@ class EntropyController:
 
 @dataclass
 class KlController:
-    """beta <- beta (1 + clip(KL/target - 1, -0.2, 0.2) samples/horizon).
+    """beta <- beta (1 + clip(KL/target - 1, -0.2, 0.2) samples/horizon), by a factor of 1/10 or
+    more: a horizon of a few samples must not turn the sign.
 
     Source: Ziegler et al. 2019, arXiv 1909.08593, section 2.2.
     """
@@ -80,7 +84,7 @@ class KlController:
 
     def update(self, measured: float, samples: int) -> None:
         error = min(max(measured / self.section.target - 1, -0.2), 0.2)
-        self.beta *= 1 + error * samples / self.section.horizon
+        self.beta *= max(0.1, 1 + error * samples / self.section.horizon)
 
     def state(self) -> float:
         return self.beta
@@ -113,9 +117,13 @@ class Controllers:
     def state(self) -> dict[str, Any]:
         return {"kl": self.kl.state(), "entropy": self.entropy.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.kl.load_state(state["kl"])
-        self.entropy.load_state(state["entropy"])
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Of an earlier part of the run. What had no controller then starts from the
+        configuration.
+        """
+        for name, controller in (("kl", self.kl), ("entropy", self.entropy)):
+            if state.get(name) is not None:
+                controller.load_state(state[name])
 
 
 def _entropy(section: Any) -> Controller:

@@ -12,7 +12,7 @@ microbatches, data-parallel and context-parallel ranks simply add; omega is the 
 1. Masked positions may hold anything, NaN included: they are selected away, never multiplied by 0.
 2. A trained token with a number that is not finite is left out (for sequence objectives its
    sequence is), counted, and the denominators stay; what follows is ``train.on_nonfinite``.
-3. One all-reduce over the context-parallel ranks, in the forward pass.
+3. One all-reduce over the context-parallel ranks, in the forward pass (gmpo: two).
 4. An empty row gives an exact zero that still runs backward through the model.
 """
 

@@ -175,7 +175,7 @@ class AdaptiveKl(Section):
     target: Above0
     """Mean KL, nats a token, that the coefficient is steered to."""
     horizon: Above0
-    """Samples after which a KL off by 20 % or more has moved the coefficient by its own size."""
+    """Samples in which a KL that is off by 20 % or more moves the coefficient by a fifth of it."""
 
 
 class KlSection(Section):
@@ -275,7 +275,7 @@ class DynamicSampling(Section):
 
     max_rounds: Positive = 4
     """Batches sampled for one step at most; prompts still missing then are filled up with
-    uninformative ones.
+    uninformative ones. (train_only: one, the recording.)
     """
 
 

@@ -22,8 +22,9 @@ def algorithm_problems(config: Config) -> Iterator[Problem]:
     yield from _policy(algo)
     yield from _old_pass(algo)
     yield from _advantage(algo)
+    yield from _steps(config)
     yield from _critic(config)
-    yield from _kl(algo)
+    yield from _kl(config)
     yield from _entropy(config)
     yield from _correction(algo)
 
@@ -94,12 +95,28 @@ def _advantage(algo: AlgoSection) -> Iterator[Problem]:
         *("algo.overlong", "a section"),
         f"another algo.advantage.name: {advantage.name} does not read the sum of rewards",
     )
+    yield from _without(
+        algo.overlong_filter and getattr(advantage, "bootstrap_truncated", False),
+        *("algo.advantage.bootstrap_truncated", "true"),
+        "algo.overlong_filter=false: it does not train truncated responses at all",
+    )
     variant = getattr(advantage, "truncated_variant", None)
     yield from _without(
         algo.overlong_filter and variant == "include",
         *("algo.advantage.truncated_variant", variant),
         "algo.overlong_filter=false: it does not train truncated responses at all",
     )
+
+
+def _steps(config: Config) -> Iterator[Problem]:
+    """Rewards of reasoning steps come from a function of the user's."""
+    builtin = config.run.mode == "rl" and not config.data.reward.startswith("import:")
+    if builtin and isinstance(config.algo.advantage, ProcessAdvantage):
+        accepted = (
+            "import:package.module:function, one that gives steps (docs/rewards.md): "
+            "algo.advantage.name=grpo_process needs a reward a step"
+        )
+        yield Problem("data.reward", config.data.reward, accepted)
 
 
 def _critic(config: Config) -> Iterator[Problem]:
@@ -113,10 +130,15 @@ def _critic(config: Config) -> Iterator[Problem]:
     yield from _without(value is not None and lr is None, "algo.value", "a section", "critic.lr")
 
 
-def _kl(algo: AlgoSection) -> Iterator[Problem]:
-    kl = algo.kl
+def _kl(config: Config) -> Iterator[Problem]:
+    algo, kl = config.algo, config.algo.kl
     if kl is None:
         return
+    if kl.adaptive is not None and config.run.mode == "rl":
+        samples = config.data.prompts_per_step * config.data.samples_per_prompt
+        if kl.adaptive.horizon <= samples:
+            accepted = f"more than the {samples} samples of a step"
+            yield Problem("algo.kl.adaptive.horizon", f"{kl.adaptive.horizon:g}", accepted)
     if kl.coef == 0:
         accepted = "a number > 0, or no algo.kl: the reference policy costs a forward pass"
         yield Problem("algo.kl.coef", "0", accepted)
@@ -144,6 +166,8 @@ def _entropy(config: Config) -> Iterator[Problem]:
     if config.run.mode == "sft":
         accepted = "constant: run.mode=sft has no pass before the update to measure the entropy in"
         yield Problem("algo.entropy.name", "adaptive", accepted)
+    if entropy.c_min == entropy.c_max:
+        yield Problem("algo.entropy.c_max", f"{entropy.c_max:g}", "a number above c_min")
     if not entropy.c_min <= entropy.c0 <= entropy.c_max:
         accepted = f"a number from c_min = {entropy.c_min:g} to c_max = {entropy.c_max:g}"
         yield Problem("algo.entropy.c0", f"{entropy.c0:g}", accepted)

@@ -4,6 +4,8 @@
    ``include: [other.yaml, ...]`` (relative to that file) comes before the file itself.
 2. A layer that names another ``algo.policy.name`` replaces the policy settings before it: the clip
    range of one objective never leaks into another. So it is with every choice that has a ``name``.
+   A file that names an objective is a whole algorithm: nothing that earlier files set under
+   ``algo`` remains.
 3. ``${section.key}`` and ``${oc.env:NAME}`` are resolved once, after merging.
 4. The schema checks the result. An error says where the value came from.
 """
@@ -91,6 +93,8 @@ class _Reader:
             included = []
         for name in included:
             self.read(path.parent / name, (*parents, path.resolve()))
+        if isinstance(data.get("algo"), dict) and "policy" in data["algo"]:
+            self._merged.pop("algo", None)
         self._merge(data, str(path))
 
     def _parse(self, path: Path) -> Tree | None:

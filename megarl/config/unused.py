@@ -79,12 +79,6 @@ RULES = (
         but=("rollout.temperature",),  # the trainer's log-probs are of the tempered distribution
     ),
     Rule(
-        lambda c, _: c.run.mode == "train_only",
-        ("algo.dynamic_sampling.max_rounds",),
-        "run.mode=train_only keeps the informative prompts of a recorded step; there are no others",
-        "algo.dynamic_sampling: {}",
-    ),
-    Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.length_stages),
         ("rollout.max_new_tokens",),
         "rollout.length_stages has a max_new_tokens for every stage",

@@ -141,7 +141,8 @@ def generalised(given: Given, dtype: torch.dtype) -> Computed:
     section = build(GaeAdvantage, **given.config)
     sequences = Sequences(given.inputs, dtype)
     packed = sequences.whole()
-    after = rounded(given.inputs.get("bootstrap") or [0.0] * len(sequences.all), dtype)
+    bootstrap = given.inputs.get("bootstrap") or [0.0] * len(sequences.all)
+    after = rounded([0.0 if b is None else b for b in bootstrap], dtype)
     found = gae(
         packed.put(sequences.ragged("rewards"), dtype),
         packed.put(sequences.ragged("values"), dtype),

@@ -19,7 +19,8 @@ from megarl.config.algo import (
     KlSection,
     OpsmSection,
 )
-from megarl.config.policies import Policy
+from megarl.config.fields import nullable
+from megarl.config.policies import AspoPolicy, MinirlPolicy, Policy
 from megarl.config.section import Section
 from megarl.conformance.cases import Unsupported
 
@@ -43,6 +44,11 @@ def _by_name(union: Any) -> dict[str, type[Section]]:
 
 
 ADVANTAGES, POLICIES, AGGREGATIONS = map(_by_name, (Advantage, Policy, Aggregation))
+# Caps that are there in a run and only where a case names them.
+UNCAPPED: dict[type[Section], tuple[str, ...]] = {
+    AspoPolicy: ("dual_clip",),
+    MinirlPolicy: ("tis_max",),
+}
 # What the format knows of each.
 ESTIMATORS = ("grpo", "dr_grpo", "rloo", "grpo_loo", "opo", "gpg")
 ALGOS = ("reinforce", "ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "aspo", "minirl", "gmpo")
@@ -56,14 +62,23 @@ def check_keys(config: Config, accepted: Iterable[str], where: str = "config") -
             raise Unsupported(f"{where}.{key} is unknown; {known}")
 
 
+# What a run refuses as pointless, a formula still has a value for.
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+
+
 def build(cls: type[S], where: str = "config", **values: Any) -> S:
+    """A section; null is what is not named. Numbers outside the bounds of a run are accepted."""
+    given = {k: v for k, v in values.items() if v is not None or _nullable(cls, k)}
     try:
-        return cls(**values)
+        return cls(**given)
     except ValidationError as e:
-        first = e.errors()[0]
+        errors = e.errors()
+        if all(error["type"] in _BOUNDS for error in errors):
+            numbers = {k: float(v) if v in _INFINITE else v for k, v in given.items()}
+            return cls.model_construct(None, **numbers)
+        first = errors[0]
         at = ".".join(map(str, (where, *first["loc"])))
-        given = first.get("input")
-        raise Unsupported(f"{at}: {first['msg']}, not {given!r}") from None
+        raise Unsupported(f"{at}: {first['msg']}, not {first.get('input')!r}") from None
 
 
 def advantage(config: Config) -> Section:
@@ -71,14 +86,20 @@ def advantage(config: Config) -> Section:
     check_keys(config, ("estimator", *ADVANTAGE))
     cls = _named(ADVANTAGES, ESTIMATORS, config.get("estimator"), "config.estimator")
     # dr_grpo, rloo, opo and gpg divide by no deviation, and only gpg has a normaliser.
-    unused = {"ddof": any_value, "eps": any_value, "f_norm": any_value, "scale": _group}
+    unused = {"ddof": any_value, "eps": any_value, "f_norm": any_value, "scale": _undivided}
     return build(cls, **_of_class(cls, _without(config, "estimator"), unused, "config"))
 
 
 def policy(config: Config) -> Section:
     """From the keys of ``config`` that are a policy's."""
     cls = _named(POLICIES, ALGOS, config.get("algo"), "config.algo")
-    own = {key: config[key] for key in POLICY if key in config}
+    own = {key: config[key] for key in POLICY if config.get(key) is not None}
+    for key in UNCAPPED.get(cls, ()):
+        own.setdefault(key, float("inf"))
+    if own.get("ppo_mask"):
+        for key in ("eps_low", "eps_high"):
+            if key not in own:
+                raise Unsupported(f"config.{key} is missing: ppo_mask compares with it")
     return build(cls, **_of_class(cls, own, {}, "config"))
 
 
@@ -127,12 +148,19 @@ def algo(config: Config) -> AlgoSection:
     return build(AlgoSection, **sections)
 
 
+_INFINITE = ("inf", "-inf", float("inf"), float("-inf"))
+
+
+def _nullable(cls: type[Section], name: str) -> bool:
+    return name in cls.model_fields and nullable(cls.model_fields[name])
+
+
 def any_value(value: Any) -> bool:
     return True
 
 
-def _group(value: Any) -> bool:
-    return bool(value == "group")
+def _undivided(value: Any) -> bool:
+    return value in ("group", "none")
 
 
 def _named(

@@ -88,3 +88,20 @@ def test_a_constant_is_the_configurations_also_when_a_run_goes_on() -> None:
     after = Controllers.of(algo(kl={"coef": 0.2}))
     after.load_state(before.state())
     assert after.coefficients(0.0, math.inf).kl == 0.2
+
+
+def test_what_had_no_controller_starts_from_the_configuration() -> None:
+    """A run resumed with other settings; a checkpoint of before there were controllers."""
+    plain = Controllers.of(algo())
+    assert plain.state() == {"kl": None, "entropy": None}
+    kl = {"coef": 0.05, "adaptive": {"target": 0.1, "horizon": 1000}}
+    adaptive = Controllers.of(algo(kl=kl))
+    for state in (plain.state(), {}):
+        adaptive.load_state(state)
+        assert adaptive.coefficients(0.0, 1.0).kl == 0.05
+
+
+def test_a_horizon_of_a_few_samples_does_not_turn_the_sign() -> None:
+    controller = KlController(AdaptiveKl(target=0.1, horizon=10.0), 1.0)
+    controller.update(0.0, 256)
+    assert controller.beta == pytest.approx(0.1)

@@ -74,6 +74,10 @@ def test_what_goes_together_is_no_problem(overrides: list[str]) -> None:
             *("algo.old_logprobs", "adaptive"),
         ),
         # divergence
+        (
+            [GSPO, "algo.kl={coef: 0.1, adaptive: {target: 0.1, horizon: 200}}"],
+            *("algo.kl.adaptive.horizon", "more than the 256 samples"),
+        ),
         ([GSPO, "algo.kl={coef: 0}"], "algo.kl.coef", "costs a forward pass"),
         ([GSPO, "algo.kl={coef: 0.1, place: reward}"], "algo.kl.place", "no rewards of tokens"),
         (
@@ -94,6 +98,10 @@ def test_what_goes_together_is_no_problem(overrides: list[str]) -> None:
         (
             [GSPO, "algo.entropy={name: adaptive, c0: 2}"],
             *("algo.entropy.c0", "from c_min = 0 to c_max = 1"),
+        ),
+        (
+            [GSPO, "algo.entropy={name: adaptive, c_min: 1, c0: 1, c_max: 1}"],
+            *("algo.entropy.c_max", "above c_min"),
         ),
         # corrections
         ([GSPO, "algo.correction={}"], "algo.correction.level", "null and no filter"),
@@ -122,6 +130,14 @@ def test_what_goes_together_is_no_problem(overrides: list[str]) -> None:
         ),
         (["algo.policy.name=minirl", MASK], "algo.correction.level", "minirl's weight"),
         # advantages
+        ([GSPO, "algo.advantage.name=grpo_process"], "data.reward", "a reward a step"),
+        (
+            [
+                *(GSPO, "algo.overlong_filter=true", "critic.lr=1"),
+                "algo.advantage={name: gae, bootstrap_truncated: true}",
+            ],
+            *("algo.advantage.bootstrap_truncated", "overlong_filter"),
+        ),
         (
             [GSPO, "algo.advantage.name=gdpo", "algo.overlong={l_max: 9, l_cache: 4}"],
             *("algo.overlong", "gdpo does not read"),

@@ -324,3 +324,16 @@ def test_the_resolved_dump_holds_every_setting() -> None:
     config = load_config([], RICH)
     assert Config.model_validate_json(dump_resolved(config)) == config
     assert '"weight_decay": 0.0' in dump_resolved(config)
+
+
+def test_a_file_with_an_objective_is_a_whole_algorithm(tmp_path: Path) -> None:
+    """Nothing of the algorithm before it remains; what comes behind it does."""
+    first, second, own = (tmp_path / f"{n}.yaml" for n in ("first", "second", "own"))
+    first.write_text("algo: {policy: {name: ppo_clip}, kl: {coef: 0.04}, minibatches: 4}")
+    second.write_text("algo: {policy: {name: ppo_clip, eps_high: 0.3}}")
+    own.write_text("algo: {opsm: {delta: 0.1}}")
+    run = ["run.dir=/r", "run.steps=3", "model.hf=/m", "optim.lr=1"]
+    algo = load_config([first, second, own], run).algo
+    assert (algo.kl, algo.minibatches, algo.policy.eps_high) == (None, 1, 0.3)
+    assert algo.opsm is not None
+    assert load_config([first, own], [*run, "algo.policy.eps_high=0.3"]).algo.minibatches == 4

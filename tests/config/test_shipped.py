@@ -14,7 +14,12 @@ CORRECTIONS = sorted(CONFIGS.glob("corrections/*.yaml"))
 
 # Presets whose response lengths are the paper's need the room for them
 _LONG = ["rollout.context_length=40000", "train.row_tokens=40000"]
-ROOM = {"dapo": ["rollout.max_new_tokens=20480", *_LONG], "skywork_or1": _LONG}
+_STEPS = ["data.reward=import:some.module:reward"]  # a function that gives steps
+ROOM = {
+    "grpo_process": _STEPS,
+    "dapo": ["rollout.max_new_tokens=20480", *_LONG],
+    "skywork_or1": _LONG,
+}
 
 
 @pytest.mark.parametrize("file", WHOLE, ids=lambda p: p.name)

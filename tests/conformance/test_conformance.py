@@ -301,7 +301,7 @@ def _poisoned(name: str, values: Any, mask: list[list[int]], names: str) -> Any:
         ),
         ("ew_reinforce", {"config": {"algo": "kl_cov"}}, "config.algo is 'kl_cov'"),
         ("ew_reinforce", {"config": {"algo": "gspo", "dual_clip": 3.0}}, "dual_clip=3.0"),
-        ("ew_reinforce", {"config": {"algo": "ppo_clip", "eps_low": 2}}, "config.eps_low"),
+        ("ew_reinforce", {"config": {"algo": "ppo_clip", "eps_low": "x"}}, "config.eps_low"),
         ("ew_reinforce", {"inputs": {"logp": [1.0]}}, "inputs.logp_old is missing"),
         ("loss_sapo", {"config": {"algo": "sapo"}}, "config.agg is missing"),
         (
