@@ -54,7 +54,7 @@ def needs_reference(config: Config) -> bool:
 
 def needs_recorded_values(config: Config) -> bool:
     """Whether the samples must bring values, as no critic gives them."""
-    return config.algo.advantage.name == "gae" and config.critic.lr is None
+    return config.algo.needs_values and config.critic.lr is None
 
 
 def make_plan(samples: Sequence[Sample], config: Config, mesh: Mesh, dp_rank: int) -> TrainPlan:
@@ -148,7 +148,7 @@ def complete_plan(
             algo.advantage, Batch(samples, outcomes, rows, _penalty(algo, controllers), ranks.share)
         )
         metrics += _advantage_metrics(outcomes, rows, ranks.share)
-        metrics += value_metrics(rows, ranks.share) if algo.advantage.name == "gae" else []
+        metrics += value_metrics(rows, ranks.share) if algo.needs_values else []
         metrics += _mismatch(rows, ranks.share) if algo.old_logprobs == "recompute" else []
     trained = trained_samples(samples, algo)
     for part, here in zip(split_by_group(samples, algo.minibatches), plan.steps, strict=True):

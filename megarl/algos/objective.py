@@ -56,6 +56,12 @@ class Objective:
         in_loss = algo.kl is not None and algo.kl.place == "loss"
         return cls(algo.policy, algo.kl if in_loss else None, algo.opsm)
 
+    @property
+    def reads_rollout(self) -> bool:
+        """Whether the rollout server's log-probs enter the loss, besides a correction's weights."""
+        against = self.opsm is not None and self.opsm.against == "rollout"
+        return against or SURROGATES[self.policy.name].reads_rollout
+
     def __call__(
         self, inputs: LossInputs, segments: Segments, coefficients: Coefficients = ONLY_POLICY
     ) -> RowLoss:
@@ -116,8 +122,7 @@ class Objective:
         read = [inputs.logprobs, inputs.old_logprobs, inputs.advantages, inputs.weight]
         if self.kl is not None and inputs.ref_logprobs is not None:
             read.append(inputs.ref_logprobs)
-        against_rollout = self.opsm is not None and self.opsm.against == "rollout"
-        if self.policy.name == "minirl" or against_rollout or inputs.correction is not None:
+        if self.reads_rollout or inputs.correction is not None:
             read.append(inputs.rollout_logprobs)
         if inputs.correction is not None:
             read.append(inputs.correction)

@@ -13,11 +13,13 @@ from megarl.algos.surrogates import TokenLoss
 class Surrogate:
     """``compute(row, policy section)``. ``whole_sequences``: a token that is not finite spoils its
     sequence. ``uses_ratio``: whether there is a behaviour policy, hence ratios to report.
+    ``reads_rollout``: it compares with the rollout server's log-probs.
     """
 
     compute: Callable[[Row, Any], TokenLoss]
     whole_sequences: bool = False
     uses_ratio: bool = True
+    reads_rollout: bool = False
 
 
 SURROGATES: dict[str, Surrogate] = {
@@ -26,7 +28,7 @@ SURROGATES: dict[str, Surrogate] = {
     "sapo": Surrogate(surrogates.sapo),
     "cispo": Surrogate(surrogates.cispo),
     "aspo": Surrogate(surrogates.aspo),
-    "minirl": Surrogate(surrogates.minirl),
+    "minirl": Surrogate(surrogates.minirl, reads_rollout=True),
     "kl_cov": Surrogate(surrogates.kl_cov),
     "gspo": Surrogate(sequence_surrogates.gspo, whole_sequences=True),
     "gspo_token": Surrogate(sequence_surrogates.gspo_token, whole_sequences=True),

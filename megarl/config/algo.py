@@ -302,3 +302,8 @@ class AlgoSection(Section):
     """The ratio's denominator: recomputed by the trainer before the update, or taken from the
     rollout server.
     """
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether advantages come from values, hence from a critic or a recording."""
+        return isinstance(self.advantage, GaeAdvantage)

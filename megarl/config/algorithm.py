@@ -120,8 +120,7 @@ def _steps(config: Config) -> Iterator[Problem]:
 
 
 def _critic(config: Config) -> Iterator[Problem]:
-    lr, value = config.critic.lr, config.algo.value
-    needs_values = isinstance(config.algo.advantage, GaeAdvantage)
+    lr, value, needs_values = config.critic.lr, config.algo.value, config.algo.needs_values
     if needs_values and config.run.mode == "rl" and lr is None:
         accepted = "a learning rate: algo.advantage.name=gae takes its values from a critic"
         yield Problem("critic.lr", "nothing", accepted)

@@ -23,6 +23,7 @@ from megarl.config.algo import (
     AdaptiveEntropy,
     GaeAdvantage,
     GdpoAdvantage,
+    OpoAdvantage,
     OverlongSection,
     ProcessAdvantage,
     ReinforcePpAdvantage,
@@ -41,7 +42,7 @@ def seq_advantage(given: Given, dtype: torch.dtype) -> Computed:
     section: Any = sections.advantage(given.config)
     if section.truncated_variant is not None:
         x.require("truncated")
-    if section.name == "opo":
+    if isinstance(section, OpoAdvantage):
         x.require("lengths")
     outcomes = Outcomes.of(
         rounded(x["rewards"], dtype), x["groups"], x.get("lengths"), x.get("truncated")

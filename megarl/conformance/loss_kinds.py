@@ -18,7 +18,7 @@ from megarl.algos.segments import Segments
 from megarl.algos.selection import covariance, means_of_step, select_by_covariance
 from megarl.algos.value import value_loss as value_loss_of_row
 from megarl.algos.weighting import TokenWeights, weigh
-from megarl.config.algo import AlgoSection, TokenMean, ValueSection
+from megarl.config.algo import AlgoSection, GroupTokenMean, TokenMean, ValueSection
 from megarl.config.policies import KlCovPolicy
 from megarl.conformance import sections
 from megarl.conformance.cases import Given, Inputs, Unsupported
@@ -84,9 +84,7 @@ class Step:
 
     @property
     def _reads_rollout(self) -> bool:
-        algo = self.algo
-        against = algo.opsm is not None and algo.opsm.against == "rollout"
-        return algo.policy.name == "minirl" or algo.correction is not None or against
+        return self.objective.reads_rollout or self.algo.correction is not None
 
 
 def differentiable(inputs: LossInputs) -> LossInputs:
@@ -102,7 +100,7 @@ def gradient(values: torch.Tensor) -> torch.Tensor:
 def loss(given: Given, dtype: torch.dtype) -> Computed:
     algo = sections.algo(given.config)
     sequences = Sequences(given.inputs, dtype)
-    if algo.aggregation.name == "group_token_mean":
+    if isinstance(algo.aggregation, GroupTokenMean):
         given.inputs.require("groups")
     packed = sequences.whole()
     step = Step(algo, sequences, [packed])
