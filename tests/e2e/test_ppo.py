@@ -16,7 +16,9 @@ def test_ppo_trains_reports_and_resumes(
     run = tmp_path / "run"
 
     def start(*overrides: str) -> list[dict[str, float]]:
-        quickstart, *settings = inputs.rl(run, "critic.lr=1e-3", *overrides)
+        # the preset replaces quickstart's algorithm, its two minibatches included
+        again = ("critic.lr=1e-3", "algo.minibatches=2")
+        quickstart, *settings = inputs.rl(run, *again, *overrides)
         started = launch([quickstart, "configs/algos/ppo.yaml", *settings, "eval.every=2"])
         assert started.wait() == 0, started.text()
         started.assert_nothing_left()
