@@ -93,7 +93,7 @@ class _Reader:
             included = []
         for name in included:
             self.read(path.parent / name, (*parents, path.resolve()))
-        if isinstance(data.get("algo"), dict) and "policy" in data["algo"]:
+        if _names_an_objective(data):
             self._merged.pop("algo", None)
         self._merge(data, str(path))
 
@@ -307,6 +307,12 @@ def _place(key: str) -> fields.Place:
 def _is_section(name: str) -> bool:
     info = Config.model_fields.get(name)
     return info is not None and fields.section(info) is not None
+
+
+def _names_an_objective(data: Tree) -> bool:
+    algo = data.get("algo")
+    policy = algo.get("policy") if isinstance(algo, dict) else None
+    return isinstance(policy, dict) and "name" in policy
 
 
 def _without_replaced(data: Tree, layer: Tree) -> Tree:

@@ -337,3 +337,6 @@ def test_a_file_with_an_objective_is_a_whole_algorithm(tmp_path: Path) -> None:
     assert (algo.kl, algo.minibatches, algo.policy.eps_high) == (None, 1, 0.3)
     assert algo.opsm is not None
     assert load_config([first, own], [*run, "algo.policy.eps_high=0.3"]).algo.minibatches == 4
+    own.write_text("algo: {policy: {eps_high: 0.5}}")  # one number of it names no other
+    algo = load_config([first, own], run).algo
+    assert (algo.minibatches, algo.policy.name, algo.policy.eps_high) == (4, "ppo_clip", 0.5)
