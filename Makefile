@@ -2,7 +2,7 @@
 # a fraction of a second (tools/setup_env.sh).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint nvcc-check clean
+.PHONY: help setup demo test test-all lint check-cuda clean
 
 PYTHON_VENV := .venv/bin/python
 # Passed on: ARGS to the demo ("key=value ..."), PYTEST_ARGS to pytest ("tests/ops -k segment").
@@ -37,15 +37,15 @@ lint:  ## ruff and mypy
 
 # torch's stable ABI needs no CUDA headers of torch's own, so the kernels compile, unlinked, against a
 # CPU build of torch.  It proves that they compile, not that they run: docs/gpu-verification.md.
-nvcc-check:  ## compile the CUDA kernels without a GPU
+check-cuda:  ## compile the CUDA kernels without a GPU
 	@tools/setup_env.sh run
-	@command -v $(NVCC) >/dev/null || { echo "nvcc-check: $(NVCC) not found; set NVCC=/path/to/nvcc"; exit 1; }
+	@command -v $(NVCC) >/dev/null || { echo "check-cuda: $(NVCC) not found; set NVCC=/path/to/nvcc"; exit 1; }
 	@set -e; object=$$(mktemp --suffix=.o); trap 'rm -f $$object' EXIT; \
 	include=$$(echo .venv/lib/python3.*/site-packages/torch/include); \
 	target=$$(sed -n 's/^TORCH_TARGET_VERSION = "\(.*\)"/\1/p' setup.py); \
 	for source in csrc/cuda/*.cu; do \
 	  for sm in 90 100; do \
-	    $(NVCC) -c -std=c++17 -DUSE_CUDA -DTORCH_TARGET_VERSION=$$target -isystem $$include \
+	    $(NVCC) -c -std=c++17 --fmad=false -DUSE_CUDA -DTORCH_TARGET_VERSION=$$target -isystem $$include \
 	      -gencode arch=compute_$$sm,code=sm_$$sm --Werror all-warnings -o $$object $$source; \
 	    echo "$$source: compiles for sm_$$sm"; \
 	  done; \

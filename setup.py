@@ -14,6 +14,12 @@ from setuptools import setup
 
 # The oldest torch whose stable ABI the library uses (2.10), as torch/csrc/stable wants it spelt.
 TORCH_TARGET_VERSION = "0x020a000000000000"
+# No contraction of a multiplication and an addition into one rounding: the versions of a loop for
+# AVX-512, AVX2 and the baseline, and the CUDA kernels, do one arithmetic (csrc/cpu/simd.h). The
+# other two let loops with branches become vector instructions; no value depends on them.
+CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
+CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false"]
 # Hopper and Blackwell; used where the build machine has no GPU to ask.
 CUDA_ARCHS = "9.0;10.0"
 
@@ -26,14 +32,14 @@ def native_extension() -> dict[str, Any]:
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     sources = sorted(glob("csrc/*.cpp") + glob("csrc/cpu/*.cpp"))
     macros: list[tuple[str, str | None]] = [("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)]
-    flags = {"cxx": ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]}
+    flags = {"cxx": CXX_FLAGS}
     extension = cpp_extension.CppExtension
     if wants_cuda(torch.version.cuda, cpp_extension.CUDA_HOME):
         if not torch.cuda.is_available():
             os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
         sources += sorted(glob("csrc/cuda/*.cu"))
         macros.append(("USE_CUDA", None))
-        flags["nvcc"] = ["-O3", "-std=c++17"]
+        flags["nvcc"] = NVCC_FLAGS
         extension = cpp_extension.CUDAExtension
     module = extension(
         "megarl._C",

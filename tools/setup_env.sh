@@ -104,7 +104,7 @@ install_megarl() {
   }
   # Without isolation: the build tools come from .venv, so that a rebuild needs no network.
   pip install -v --no-deps --no-build-isolation -e . &&
-    MEGARL_REQUIRE_NATIVE=1 "$venv/bin/python" -c 'import megarl.ops'
+    MEGARL_OPS=native "$venv/bin/python" -c 'import megarl.ops'
 }
 
 # --- how a step runs ---------------------------------------------------------------------------------

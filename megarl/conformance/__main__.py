@@ -26,10 +26,7 @@ from megarl.conformance.cases import (
 BACKENDS = ("torch", "native")
 STATUSES = ("pass", "fail", "unsupported")
 # How the choice reaches megarl.ops, which makes it when it is imported; other processes inherit it.
-VARIABLES = {
-    "torch": {"MEGARL_DISABLE_NATIVE": "1", "MEGARL_REQUIRE_NATIVE": "0"},
-    "native": {"MEGARL_DISABLE_NATIVE": "0", "MEGARL_REQUIRE_NATIVE": "1"},
-}
+VARIABLE = "MEGARL_OPS"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def use_backend(backend: str) -> None:
     """Raises CommandError where the operators asked for are not those in use."""
-    os.environ.update(VARIABLES[backend])
+    os.environ[VARIABLE] = backend
     logging.getLogger("megarl.ops").setLevel(logging.ERROR)  # the references are what is asked for
     try:
         from megarl.ops import KERNELS, native_devices, native_library

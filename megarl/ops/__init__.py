@@ -4,10 +4,18 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import native_devices, native_library
+from megarl.ops._native import backends, call_counts, native_devices, native_library
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 
 KERNELS = ("segment_sum",)
 """The ops that have a kernel, on a CPU at least."""
 
-__all__ = ["KERNELS", "native_devices", "native_library", "segment_sum", "segment_sum_ref"]
+__all__ = [
+    "KERNELS",
+    "backends",
+    "call_counts",
+    "native_devices",
+    "native_library",
+    "segment_sum",
+    "segment_sum_ref",
+]

@@ -1,30 +1,50 @@
-"""Finds and loads the compiled extension `megarl/_C*.so`; says once, and why, when it is absent.
+"""Finds the compiled extension `megarl/_C*.so`, says which ops run it, and counts their calls.
 
-Without it every op runs its torch reference: the same values, slower. Two environment variables:
-  MEGARL_REQUIRE_NATIVE=1  its absence is an ImportError (for clusters and CI)
-  MEGARL_DISABLE_NATIVE=1  it is left alone (to run the references themselves)
+`MEGARL_OPS` chooses:
+  unset    the compiled op where there is one for the device; else its reference, said once with the
+           reason
+  native   as above, but a missing extension or kernel is an ImportError (for clusters and CI)
+  torch    the references: the same values, slower
+On CUDA a kernel is compared with its reference before it is first used (`_selfcheck.py`).
 """
 
 import logging
 import os
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from megarl.ops._selfcheck import verify
+
 log = logging.getLogger(__name__)
 
 BUILD_COMMAND = "pip install --no-deps -e ."
+CHOICES = ("native", "torch")
 
 # torch's dispatch key for each device type that has a folder in csrc/.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+
+_calls: Counter[tuple[str, str]] = Counter()
+
+
+def choice() -> str | None:
+    """`MEGARL_OPS`. Raises ImportError for a value that is none of `CHOICES`."""
+    value = os.environ.get("MEGARL_OPS") or None
+    if value is not None and value not in CHOICES:
+        raise ImportError(
+            f"MEGARL_OPS={value!r}; accepted: {', '.join(CHOICES)}, or leave it unset"
+        )
+    return value
 
 
 @cache  # loads, and reports, once a process
 def native_library() -> Path | None:
     """Load the extension if need be; its path, or None where the references are used instead."""
-    if os.environ.get("MEGARL_DISABLE_NATIVE") == "1":
-        _report("MEGARL_DISABLE_NATIVE=1 is set")
+    if choice() == "torch":
+        log.info("MEGARL_OPS=torch: every op runs its torch reference")
         return None
     package = Path(__file__).resolve().parent.parent
     path = next(iter(sorted(package.glob("_C*.so"))), None)
@@ -39,6 +59,7 @@ def native_library() -> Path | None:
     return path
 
 
+@cache
 def native_devices(op: str) -> frozenset[str]:
     """Device types for which the loaded extension has a kernel of `op`."""
     path = native_library()
@@ -52,11 +73,41 @@ def native_devices(op: str) -> frozenset[str]:
     return frozenset(d for d, key in _DISPATCH_KEYS.items() if has_kernel(f"megarl::{op}", key))
 
 
+def runs_native(op: str, device: torch.device) -> bool:
+    """Whether this call of `op` runs compiled on `device`; counts it. Raises NativeMismatch where a
+    CUDA kernel is not what its reference is.
+    """
+    native = device.type in native_devices(op)
+    if torch.compiler.is_compiling():
+        return native
+    if native and device.type != "cpu":
+        verify(op, device, native_library())
+    count_call(op, native)
+    return native
+
+
+def count_call(op: str, native: bool) -> None:
+    _calls[op, "native" if native else "torch"] += 1
+
+
+def call_counts() -> dict[str, dict[str, int]]:
+    """Of this process: op -> {"native" or "torch": calls}."""
+    found: dict[str, dict[str, int]] = {}
+    for (op, kind), count in sorted(_calls.items()):
+        found.setdefault(op, {})[kind] = count
+    return found
+
+
+def backends(ops: Iterable[str], device: torch.device) -> dict[str, str]:
+    """Op -> "native" or "torch" on `device`."""
+    return {op: "native" if device.type in native_devices(op) else "torch" for op in ops}
+
+
 def _report(reason: str) -> None:
     message = (
         f"the compiled operators are not in use, the slower torch references are: {reason}. "
         f"To build them, run in the repository: {BUILD_COMMAND}"
     )
-    if os.environ.get("MEGARL_REQUIRE_NATIVE") == "1":
-        raise ImportError(f"MEGARL_REQUIRE_NATIVE=1, but {message}")
+    if choice() == "native":
+        raise ImportError(f"MEGARL_OPS=native, but {message}")
     log.warning(message)

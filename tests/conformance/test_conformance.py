@@ -31,8 +31,7 @@ Run = Callable[..., tuple[int, dict[str, Json]]]
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """The command in this process, with whatever operators it has loaded: (exit code, results)."""
-    for name, value in command.VARIABLES[BACKEND].items():
-        monkeypatch.setenv(name, value)  # also undoes what the command sets
+    monkeypatch.setenv(command.VARIABLE, BACKEND)  # also undoes what the command sets
     log = logging.getLogger("megarl.ops")
     level = log.level
 
@@ -94,7 +93,7 @@ def in_its_own_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "megarl.conformance", *arguments],
         cwd=ROOT,
-        env={**os.environ, "MEGARL_REQUIRE_NATIVE": "0"},
+        env={k: v for k, v in os.environ.items() if k != "MEGARL_OPS"},
         capture_output=True,
         text=True,
         timeout=200,
