@@ -8,4 +8,15 @@
 
 STABLE_TORCH_LIBRARY(megarl, m) {
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
+  m.def(
+      "policy_sums(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor weight, "
+      "Tensor mask, Tensor cu_seqlens, Tensor? rollout_logprobs, Tensor? ref_logprobs, "
+      "Tensor? correction, Tensor? entropy, Tensor? selected, Tensor parameters, int objective, "
+      "int kl_type, int kl_weight, int opsm, bool all_metrics) -> Tensor");
+  m.def(
+      "policy_loss(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor weight, "
+      "Tensor mask, Tensor cu_seqlens, Tensor? rollout_logprobs, Tensor? ref_logprobs, "
+      "Tensor? correction, Tensor? entropy, Tensor? selected, Tensor parameters, int objective, "
+      "int kl_type, int kl_weight, int opsm, bool all_metrics, Tensor? sequence_sums) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
 }

@@ -53,7 +53,7 @@ OWNERS = {
     "trackio": ["monitor/*"],
 }
 
-MAX_LINES = {".py": 400, ".sh": 400, ".sbatch": 400, ".cpp": 200, ".cu": 200, ".h": 200}
+MAX_LINES = {".py": 400, ".sh": 400, ".sbatch": 400, ".cpp": 300, ".cu": 300, ".h": 300}
 MAX_FUNCTION_LINES = 60
 
 PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
@@ -330,11 +330,11 @@ def test_size_rule_counts_lines():
     def function(lines: int) -> str:
         return "async def f():\n" + "    x = 1\n" * (lines - 1)
 
-    assert size_violations({"a.py": function(60), "b.cpp": "\n" * 200, "c.py": "\n" * 400}) == []
-    found = size_violations({"a.py": function(61), "b.cpp": "\n" * 201, "c.py": "\n" * 401})
+    assert size_violations({"a.py": function(60), "b.cpp": "\n" * 300, "c.py": "\n" * 400}) == []
+    found = size_violations({"a.py": function(61), "b.cpp": "\n" * 301, "c.py": "\n" * 401})
     assert found == [
         "a.py:1 f has 61 lines, the most is 60",
-        "b.cpp has 201 lines, the most is 200",
+        "b.cpp has 301 lines, the most is 300",
         "c.py has 401 lines, the most is 400",
     ]
 

@@ -4,11 +4,11 @@ Names and definitions: docs/objectives.md, "Metrics". A row split over context-p
 its tokens where they are and its sequences on one rank.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from megarl.algos.evaluation import Evaluation
-from megarl.algos.kl import k3
-from megarl.algos.ratio import LOG_RATIO_LIMIT, Row, clamped
+from megarl.algos.ratio import LOG_RATIO_LIMIT, SequenceSums, clamped
 from megarl.types import Max, Mean, Metric, Min, StepMetrics, Sum
 
 # SAPO's token gates act like one gate a sequence where the sequence's ratios are close to 1 and to
@@ -17,56 +17,90 @@ NEAR_ONE = 0.1  # mean |r - 1|
 NARROW = 0.02  # variance of the log-ratio
 
 
-def loss_metrics(found: Evaluation, uses_ratio: bool) -> StepMetrics:
-    row = found.row
+@dataclass(frozen=True)
+class RatioSums:
+    """Over used tokens: of -d, k3(d), r and r^2, d clamped; how many were; extremes of r."""
+
+    approx_kl_k1: float
+    approx_kl_k3: float
+    ratio: float
+    ratio_sq: float
+    clamped: float
+    smallest: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """What a row's metrics are made of. ``tokens``: used ones on this rank; ``dropped``: those that
+    were not finite; losses with their coefficients; ``entropy``, ``kl`` (None: no such term), and
+    ``of_tokens`` (name -> total): sums over used tokens. ``sequences``: as the objective used
+    them; ``kept`` and ``seq_flags``: bool [S].
+    """
+
+    tokens: float
+    dropped: float
+    pg_loss: float
+    kl_loss: float
+    entropy_loss: float
+    entropy: float
+    kl: float | None
+    of_tokens: dict[str, float]
+    ratios: RatioSums
+    sequences: SequenceSums
+    kept: torch.Tensor
+    seq_flags: dict[str, torch.Tensor]
+
+
+def loss_metrics(
+    row: RowSums, uses_ratio: bool, counts_sequences: bool, all_metrics: bool = True
+) -> StepMetrics:
+    """``counts_sequences``: on one of the ranks that share the row. Without ``all_metrics``: losses,
+    token flags and the mean log-ratio.
+    """
+
+    def mean(name: str, total: float) -> Metric:
+        return Metric(f"policy/{name}", Mean(total, row.tokens))
+
     metrics = [
-        Metric("policy/loss", Sum(float(found.loss))),
-        Metric("policy/pg_loss", Sum(float(found.pg_loss))),
-        Metric("policy/entropy_loss", Sum(float(found.entropy_loss))),
-        Metric("policy/nonfinite_tokens", Sum(float(found.dropped.sum()))),
-        _mean("policy/entropy", found.entropy, row.mask),
-        *(_mean(f"policy/{n}", flag, row.mask) for n, flag in found.token.flags.items()),
-        *(_mean(f"policy/{n}", value, row.mask) for n, value in found.token.means.items()),
+        Metric("policy/loss", Sum(row.pg_loss + row.kl_loss + row.entropy_loss)),
+        Metric("policy/pg_loss", Sum(row.pg_loss)),
+        Metric("policy/entropy_loss", Sum(row.entropy_loss)),
+        Metric("policy/nonfinite_tokens", Sum(row.dropped)),
+        mean("entropy", row.entropy),
+        *(mean(name, total) for name, total in row.of_tokens.items()),
     ]
-    if found.kl is not None:
-        metrics += [
-            Metric("policy/kl_loss", Sum(float(found.kl_loss))),
-            _mean("policy/kl", found.kl, row.mask),
-        ]
-    if uses_ratio:
-        metrics += _ratio_metrics(row) + _sequence_metrics(found)
-    return metrics
-
-
-def _ratio_metrics(row: Row) -> StepMetrics:
-    d = clamped(row.log_ratio)
-    ratio = d.exp().double()
-    metrics = [
-        _mean("policy/approx_kl_k1", -d, row.mask),
-        _mean("policy/approx_kl_k3", k3(d.double()), row.mask),
-        _mean("policy/ratio_mean", ratio, row.mask),
-        _mean("policy/ratio_sq_mean", ratio * ratio, row.mask),
-        _mean("policy/ratio_clamped", row.log_ratio.abs() > LOG_RATIO_LIMIT, row.mask),
+    if row.kl is not None:
+        metrics += [Metric("policy/kl_loss", Sum(row.kl_loss)), mean("kl", row.kl)]
+    if not uses_ratio:
+        return metrics
+    metrics.append(mean("approx_kl_k1", row.ratios.approx_kl_k1))
+    if not all_metrics:
+        return metrics
+    metrics += [
+        mean("approx_kl_k3", row.ratios.approx_kl_k3),
+        mean("ratio_mean", row.ratios.ratio),
+        mean("ratio_sq_mean", row.ratios.ratio_sq),
+        mean("ratio_clamped", row.ratios.clamped),
     ]
-    used = ratio[row.mask]
-    if len(used):
+    if row.tokens:
         metrics += [
-            Metric("policy/ratio_min", Min(float(used.min()))),
-            Metric("policy/ratio_max", Max(float(used.max()))),
+            Metric("policy/ratio_min", Min(row.ratios.smallest)),
+            Metric("policy/ratio_max", Max(row.ratios.largest)),
         ]
-    return metrics
+    return metrics + (_sequence_metrics(row) if counts_sequences else [])
 
 
-def _sequence_metrics(found: Evaluation) -> StepMetrics:
+def _sequence_metrics(row: RowSums) -> StepMetrics:
     """Of sequences with a used token; SAPO's two assumptions among them."""
-    row = found.row
-    there = row.count > 0
-    if not row.segments.owns_sequences or not bool(there.any()):
+    sums = row.sequences
+    there = sums.count > 0
+    if not bool(there.any()):
         return []
-    n = row.count[there]
-    z = row.mean_log_ratio[there]
-    variance = (row.square_sum[there] / n - z * z).clamp(min=0)
-    distance = row.distance_sum[there] / n
+    n = sums.count[there]
+    z = sums.mean_log_ratio[there]
+    variance = (sums.square[there] / n - z * z).clamp(min=0)
+    distance = sums.distance[there] / n
     wide = (variance > NARROW) | (distance > NEAR_ONE)
     ratio = clamped(z).exp()
 
@@ -81,10 +115,6 @@ def _sequence_metrics(found: Evaluation) -> StepMetrics:
         mean("seq_log_ratio_var", variance),
         mean("seq_ratio_distance", distance),
         mean("seq_gates_differ", wide),
-        mean("opsm_dropped", ~found.keep_sequence[there]),
-        *(mean(name, flag[there]) for name, flag in found.token.seq_flags.items()),
+        mean("opsm_dropped", ~row.kept[there]),
+        *(mean(name, flag[there]) for name, flag in row.seq_flags.items()),
     ]
-
-
-def _mean(name: str, values: torch.Tensor, mask: torch.Tensor) -> Metric:
-    return Metric(name, Mean(float(values[mask].double().sum()), float(mask.sum())))

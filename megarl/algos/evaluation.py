@@ -1,10 +1,12 @@
-"""What evaluating an objective on a row gives."""
+"""What evaluating an objective on a row gives, and what its metrics are made of."""
 
 from dataclasses import dataclass
 
 import torch
 
-from megarl.algos.ratio import Row
+from megarl.algos.diagnostics import RatioSums, RowSums
+from megarl.algos.kl import k3
+from megarl.algos.ratio import LOG_RATIO_LIMIT, Row, clamped
 from megarl.algos.surrogates import TokenLoss
 
 
@@ -26,3 +28,41 @@ class Evaluation:
     entropy: torch.Tensor
     keep_sequence: torch.Tensor  # bool [S], False where switched off as off-policy
     dropped: torch.Tensor
+    seq_flags: dict[str, torch.Tensor]
+
+    def sums(self) -> RowSums:
+        mask = self.row.mask
+
+        def total(values: torch.Tensor) -> float:
+            return float(values[mask].double().sum())
+
+        each = self.token.flags | self.token.means
+        return RowSums(
+            tokens=float(mask.sum()),
+            dropped=float(self.dropped.sum()),
+            pg_loss=float(self.pg_loss),
+            kl_loss=float(self.kl_loss),
+            entropy_loss=float(self.entropy_loss),
+            entropy=total(self.entropy),
+            kl=None if self.kl is None else total(self.kl),
+            of_tokens={name: total(values) for name, values in each.items()},
+            ratios=_ratio_sums(self.row),
+            sequences=self.row.sums,
+            kept=self.keep_sequence,
+            seq_flags=self.seq_flags,
+        )
+
+
+def _ratio_sums(row: Row) -> RatioSums:
+    raw = row.log_ratio[row.mask]
+    d = clamped(raw)
+    ratio = d.exp().double()
+    return RatioSums(
+        approx_kl_k1=float((-d).double().sum()),
+        approx_kl_k3=float(k3(d.double()).sum()),
+        ratio=float(ratio.sum()),
+        ratio_sq=float((ratio * ratio).sum()),
+        clamped=float((raw.abs() > LOG_RATIO_LIMIT).sum()),
+        smallest=float(ratio.min()) if len(ratio) else float("inf"),
+        largest=float(ratio.max()) if len(ratio) else float("-inf"),
+    )

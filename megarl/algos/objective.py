@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.algos.diagnostics import loss_metrics
+from megarl.algos.diagnostics import RowSums, loss_metrics
 from megarl.algos.evaluation import Evaluation
+from megarl.algos.fused import OP, fused, ratio_sums, terms_of, tokens_reported
 from megarl.algos.kl import kl_term
 from megarl.algos.presets import SURROGATES
-from megarl.algos.ratio import Row, clamped, log_ratio
+from megarl.algos.ratio import Row, SequenceSums, clamped, log_ratio
 from megarl.algos.segments import Segments
 from megarl.config.algo import AlgoSection, KlSection, OpsmSection
+from megarl.ops import runs_native
 from megarl.types import ONLY_POLICY, Coefficients, LossInputs, StepMetrics
 
 
@@ -44,12 +46,14 @@ class RowLoss(NamedTuple):
 @dataclass(frozen=True)
 class Objective:
     """``policy``: a section of ``config/policies.py``; its ``name`` selects the function. ``kl``: a
-    term of the loss, if any.
+    term of the loss, if any. ``all_metrics``: off, only losses, clip fractions and the mean
+    log-ratio are reported.
     """
 
     policy: Any
     kl: KlSection | None = None
     opsm: OpsmSection | None = None
+    all_metrics: bool = True
 
     @classmethod
     def of(cls, algo: AlgoSection) -> "Objective":
@@ -65,23 +69,74 @@ class Objective:
     def __call__(
         self, inputs: LossInputs, segments: Segments, coefficients: Coefficients = ONLY_POLICY
     ) -> RowLoss:
-        """Collective over the row's context-parallel ranks."""
+        """By the compiled op where there is one, else by ``evaluate``: the same to rounding.
+        Collective over the row's context-parallel ranks.
+        """
+        compute = self._fused if runs_native(OP, inputs.logprobs.device) else self._evaluated
         with torch.no_grad():
-            found = self.evaluate(inputs, segments, coefficients)
-            metrics = loss_metrics(found, SURROGATES[self.policy.name].uses_ratio)
+            found = compute(inputs, segments, coefficients)
+            uses_ratio = SURROGATES[self.policy.name].uses_ratio
+            metrics = loss_metrics(
+                found.sums, uses_ratio, segments.owns_sequences, self.all_metrics
+            )
         loss: torch.Tensor = _ClosedForm.apply(  # type: ignore[no-untyped-call]
-            inputs.logprobs,
-            inputs.entropy,
-            found.loss,
-            found.grad_logprobs.to(inputs.logprobs.dtype),
-            found.grad_entropy.to(inputs.entropy.dtype),
+            inputs.logprobs, inputs.entropy, found.loss, found.grad_logprobs, found.grad_entropy
         )
         return RowLoss(loss, metrics, found.dropped)
+
+    def _fused(
+        self, inputs: LossInputs, segments: Segments, coefficients: Coefficients
+    ) -> "_Computed":
+        surrogate = SURROGATES[self.policy.name]
+        terms = terms_of(self.policy, self.kl, self.opsm, coefficients, self.all_metrics)
+        reads = self.reads_rollout or inputs.correction is not None
+        found = fused(inputs, segments, terms, reads)
+        kept = found.sequences.kept(self.opsm)
+        sequences = found.sequences.counted(found.sequences.alive(surrogate.whole_sequences), kept)
+        totals = found.totals
+        sums = RowSums(
+            tokens=totals["tokens"],
+            dropped=totals["dropped"],
+            pg_loss=totals["pg_loss"],
+            kl_loss=coefficients.kl * totals["kl_loss"],
+            # without a coefficient nobody has looked whether it is finite
+            entropy_loss=-coefficients.entropy * totals["entropy_loss"]
+            if coefficients.entropy
+            else 0.0,
+            entropy=totals["entropy"],
+            kl=None if self.kl is None else totals["kl"],
+            of_tokens=tokens_reported(self.policy, totals),
+            ratios=ratio_sums(totals),
+            sequences=sequences,
+            kept=kept,
+            seq_flags=surrogate.seq_flags(sequences, self.policy),
+        )
+        loss = found.grad_logprobs.new_tensor(
+            sums.pg_loss + sums.kl_loss + sums.entropy_loss, dtype=torch.float64
+        )
+        dropped = torch.zeros_like(inputs.mask)
+        if totals["dropped"]:
+            _, dropped = self._used(inputs, coefficients)
+        return _Computed(loss, found.grad_logprobs, found.grad_entropy, sums, dropped)
+
+    def _evaluated(
+        self, inputs: LossInputs, segments: Segments, coefficients: Coefficients
+    ) -> "_Computed":
+        found = self.evaluate(inputs, segments, coefficients)
+        return _Computed(
+            found.loss,
+            found.grad_logprobs.to(inputs.logprobs.dtype),
+            found.grad_entropy.to(inputs.entropy.dtype) if coefficients.entropy else None,
+            found.sums(),
+            found.dropped,
+        )
 
     def evaluate(
         self, inputs: LossInputs, segments: Segments, coefficients: Coefficients
     ) -> Evaluation:
-        """Every part of the loss and its gradient. Collective as above."""
+        """Every part of the loss and its gradient, in torch: the specification of the compiled op
+        (``ops/policy_loss.py``). Collective as above.
+        """
         surrogate = SURROGATES[self.policy.name]
         used, dropped = self._used(inputs, coefficients)
         x = _select(inputs, used)
@@ -113,6 +168,7 @@ class Objective:
             entropy=x.entropy,
             keep_sequence=keep,
             dropped=dropped,
+            seq_flags=surrogate.seq_flags(row.sums, self.policy),
         )
 
     def _used(
@@ -149,38 +205,39 @@ class Objective:
             if self.opsm is None or self.opsm.against == "old"
             else (x.logprobs.detach() - x.rollout_logprobs)
         )
-        weighted = coef * a
         near = clamped(d).double()
-        count, d_sum, positive, negative, bad, gap_sum, a_sum, squares, far = segments.sums(
-            *(used, d, weighted.clamp(min=0), weighted.clamp(max=0), dropped, gap, a),
-            *(near * near, torch.expm1(near).abs()),
+        sums = SequenceSums(
+            *segments.sums(
+                *(used, d, coef * a.clamp(min=0), coef * a.clamp(max=0), dropped, gap, a),
+                *(near * near, torch.expm1(near).abs()),
+            )
         )
-        keep = torch.ones_like(count, dtype=torch.bool)
-        if self.opsm is not None:
-            lost = -gap_sum / count.clamp(min=1)
-            keep = ~((a_sum < 0) & (lost > self.opsm.delta))
-        alive = bad == 0 if whole_sequences else torch.ones_like(keep)
+        keep, alive = sums.kept(self.opsm), sums.alive(whole_sequences)
         if whole_sequences:
             x = _select(x, used & segments.expand(alive))
-        counted = keep & alive
         row = Row(
             logprobs=x.logprobs.detach(),
             old_logprobs=x.old_logprobs,
             rollout_logprobs=x.rollout_logprobs,
             advantages=x.advantages,
             selected=x.selected,
-            coef=torch.where(segments.expand(counted), coef, 0.0),
+            coef=torch.where(segments.expand(keep & alive), coef, 0.0),
             log_ratio=torch.where(segments.expand(alive), d, 0.0),
-            count=torch.where(alive, count, 0.0),
-            log_ratio_sum=torch.where(alive, d_sum, 0.0),
-            positive=torch.where(counted, positive, 0.0),
-            negative=torch.where(counted, negative, 0.0),
-            square_sum=squares,
-            distance_sum=far,
+            sums=sums.counted(alive, keep),
             mask=used & segments.expand(alive),
             segments=segments,
         )
         return row, keep
+
+
+class _Computed(NamedTuple):
+    """A row's loss, with gradients in the types of what they are of; None: zero everywhere."""
+
+    loss: torch.Tensor
+    grad_logprobs: torch.Tensor
+    grad_entropy: torch.Tensor | None
+    sums: RowSums
+    dropped: torch.Tensor
 
 
 class _ClosedForm(torch.autograd.Function):
@@ -193,22 +250,19 @@ class _ClosedForm(torch.autograd.Function):
         entropy: torch.Tensor,
         loss: torch.Tensor,
         grad_logprobs: torch.Tensor,
-        grad_entropy: torch.Tensor,
+        grad_entropy: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(grad_logprobs, grad_entropy)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_logprobs, grad_entropy = ctx.saved_tensors
-        scale = grads[0]
-        return (
-            (grad_logprobs * scale).to(grad_logprobs.dtype),
-            (grad_entropy * scale).to(grad_entropy.dtype),
-            None,
-            None,
-            None,
-        )
+        (scale,) = grads
+        unscaled = scale.device.type == "cpu" and scale == 1  # to look would stall an accelerator
+        scaled = [
+            g if g is None or unscaled else (g * scale).to(g.dtype) for g in ctx.saved_tensors
+        ]
+        return *scaled, None, None, None
 
 
 def _total(values: torch.Tensor) -> torch.Tensor:

@@ -8,11 +8,12 @@ The log-probs are subtracted before anything is summed: sums of log-probs lose w
 is about. Sums are float64.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from megarl.algos.segments import Segments
+from megarl.config.algo import OpsmSection
 from megarl.types import LossInputs
 
 LOG_RATIO_LIMIT = 20.0
@@ -28,12 +29,57 @@ def inside(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class SequenceSums:
+    """f64 [S]: sums over the used tokens of every whole sequence. ``dropped``: trained tokens that
+    are not finite; ``positive``, ``negative``: coef A by its sign; ``gap``: what OPSM compares;
+    ``square``, ``distance``: clamped d^2 and |r - 1|, which are reported only.
+    """
+
+    count: torch.Tensor
+    log_ratio: torch.Tensor
+    positive: torch.Tensor
+    negative: torch.Tensor
+    dropped: torch.Tensor
+    gap: torch.Tensor
+    advantage: torch.Tensor
+    square: torch.Tensor
+    distance: torch.Tensor
+
+    @property
+    def mean_log_ratio(self) -> torch.Tensor:
+        """f64 [S]; 0 for a sequence without tokens."""
+        return self.log_ratio / self.count.clamp(min=1)
+
+    def kept(self, opsm: OpsmSection | None) -> torch.Tensor:
+        """bool [S]: sequences that are not switched off as off-policy."""
+        if opsm is None:
+            return torch.ones_like(self.count, dtype=torch.bool)
+        lost = -self.gap / self.count.clamp(min=1)
+        return ~((self.advantage < 0) & (lost > opsm.delta))
+
+    def alive(self, whole_sequences: bool) -> torch.Tensor:
+        """bool [S]: sequences that no dropped token spoils."""
+        return self.dropped == 0 if whole_sequences else torch.ones_like(self.dropped) > 0
+
+    def counted(self, alive: torch.Tensor, kept: torch.Tensor) -> "SequenceSums":
+        """As the objective uses them: 0 for sequences that are spoilt, and what pulls 0 for those
+        that are switched off.
+        """
+        there = {name: torch.where(alive, getattr(self, name), 0.0) for name in _OF_TOKENS}
+        pulls = {n: torch.where(alive & kept, getattr(self, n), 0.0) for n in _PULLS}
+        return replace(self, **there, **pulls)
+
+
+_PULLS = ("positive", "negative")
+_OF_TOKENS = ("count", "log_ratio", "square", "distance")
+
+
+@dataclass(frozen=True)
 class Row:
     """A row as its objective sees it: every field 0 at tokens that are not used.
 
     ``coef`` f64 [T] is the weight of a token's policy term, aggregation and corrections together;
-    ``log_ratio`` [T] is d. Per sequence, f64 [S]: ``count`` used tokens, ``log_ratio_sum``, the
-    sums of coef A over its positive and its negative advantages, of clamped d^2 and of |r - 1|.
+    ``log_ratio`` [T] is d.
     """
 
     logprobs: torch.Tensor
@@ -43,12 +89,7 @@ class Row:
     selected: torch.Tensor | None
     coef: torch.Tensor
     log_ratio: torch.Tensor
-    count: torch.Tensor
-    log_ratio_sum: torch.Tensor
-    positive: torch.Tensor
-    negative: torch.Tensor
-    square_sum: torch.Tensor
-    distance_sum: torch.Tensor
+    sums: SequenceSums
     mask: torch.Tensor
     segments: Segments
 
@@ -56,16 +97,6 @@ class Row:
     def ratio(self) -> torch.Tensor:
         """[T]"""
         return clamped(self.log_ratio).exp()
-
-    @property
-    def mean_log_ratio(self) -> torch.Tensor:
-        """f64 [S]; 0 for a sequence without tokens."""
-        return self.log_ratio_sum / self.count.clamp(min=1)
-
-    @property
-    def sequence_ratio(self) -> torch.Tensor:
-        """f64 [S]: s; 1 for a sequence without tokens."""
-        return clamped(self.mean_log_ratio).exp()
 
 
 def log_ratio(inputs: LossInputs) -> torch.Tensor:

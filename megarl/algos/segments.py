@@ -29,9 +29,18 @@ class Segments:
         """
         rows = [v.detach() if v.is_floating_point() else v.float() for v in values_T]
         local = torch.stack([segment_sum(row, self.cu_seqlens) for row in rows])
-        if self.group is not None and self.group.size() > 1:
-            dist.all_reduce(local, group=self.group)
+        self.reduce(local)
         return local.unbind()
+
+    def reduce(self, sums: torch.Tensor) -> None:
+        """Add what the other ranks of ``group`` hold, in place."""
+        if self.is_split:
+            dist.all_reduce(sums, group=self.group)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other ranks hold parts of this row's sequences."""
+        return self.group is not None and self.group.size() > 1
 
     def expand(self, values_S: torch.Tensor) -> torch.Tensor:
         """[S] -> [T]: every token gets its sequence's value."""

@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from megarl.algos.ratio import Row, clamped, inside
+from megarl.algos.ratio import Row, SequenceSums, clamped, inside
 from megarl.algos.surrogates import TokenLoss
 from megarl.config.policies import GmpoPolicy, GspoPolicy, GspoTokenPolicy
 
@@ -27,11 +27,11 @@ def gspo(row: Row, policy: GspoPolicy) -> TokenLoss:
     Source: GSPO, arXiv 2507.18071 eq. 5.
     """
     loss, flags, low_ok, high_ok = _clipped(row, policy)
-    z = row.mean_log_ratio
-    pull = torch.where(high_ok, row.positive, 0.0) + torch.where(low_ok, row.negative, 0.0)
-    grad_S = torch.where(inside(z), -clamped(z).exp() * pull / row.count.clamp(min=1), 0.0)
+    sums, z = row.sums, row.sums.mean_log_ratio
+    pull = torch.where(high_ok, sums.positive, 0.0) + torch.where(low_ok, sums.negative, 0.0)
+    grad_S = torch.where(inside(z), -clamped(z).exp() * pull / sums.count.clamp(min=1), 0.0)
     grad = torch.where(row.mask, row.segments.expand(grad_S), 0.0)
-    return TokenLoss(loss, grad, flags, {"seq_clipfrac": _any_clipped(row, low_ok, high_ok)})
+    return TokenLoss(loss, grad, flags)
 
 
 def gspo_token(row: Row, policy: GspoTokenPolicy) -> TokenLoss:
@@ -39,11 +39,11 @@ def gspo_token(row: Row, policy: GspoTokenPolicy) -> TokenLoss:
 
     Source: GSPO, arXiv 2507.18071 eq. 13 and 14.
     """
-    loss, flags, low_ok, high_ok = _clipped(row, policy)
-    z = row.segments.expand(row.mean_log_ratio)
+    loss, flags, _, _ = _clipped(row, policy)
+    z = row.segments.expand(row.sums.mean_log_ratio)
     active = inside(z) & ~(flags["clipfrac_high"] | flags["clipfrac_low"])
     grad = torch.where(active, -row.advantages * clamped(z).exp(), 0.0) * row.coef
-    return TokenLoss(loss, grad, flags, {"seq_clipfrac": _any_clipped(row, low_ok, high_ok)})
+    return TokenLoss(loss, grad, flags)
 
 
 def gmpo(row: Row, policy: GmpoPolicy) -> TokenLoss:
@@ -58,10 +58,10 @@ def gmpo(row: Row, policy: GmpoPolicy) -> TokenLoss:
     }
     z_T = torch.where(a > 0, d.clamp(max=policy.eps_high), d.clamp(min=-policy.eps_low))
     z_T = torch.where(a == 0, 0.0, z_T)
-    n = row.count.clamp(min=1)
+    n = row.sums.count.clamp(min=1)
     z = row.segments.sums(z_T)[0] / n
     s = clamped(z).exp()
-    pull = torch.where(inside(z), -s * (row.positive + row.negative) / n, 0.0)
+    pull = torch.where(inside(z), -s * (row.sums.positive + row.sums.negative) / n, 0.0)
     moves = row.mask & (a != 0) & ~flags["clipfrac_high"] & ~flags["clipfrac_low"]
     grad = torch.where(moves, row.segments.expand(pull), 0.0)
     return TokenLoss(-a * row.segments.expand(s), grad, flags)
@@ -73,9 +73,8 @@ def _clipped(
     """(l f64 [T], flags, s within the lower bound [S], within the upper [S]). Decided on the
     log-ratio, where bounds of 1e-4 keep their digits.
     """
-    a, z = row.advantages.double(), row.mean_log_ratio
-    low, high = math.log1p(-policy.eps_low), math.log1p(policy.eps_high)
-    low_ok, high_ok = z >= low, z <= high
+    a, z = row.advantages.double(), row.sums.mean_log_ratio
+    low_ok, high_ok = _within(row.sums, policy)
     s = clamped(z).exp()
     above = row.segments.expand(torch.where(high_ok, s, 1 + policy.eps_high))
     below = row.segments.expand(torch.where(low_ok, s, 1 - policy.eps_low))
@@ -86,6 +85,18 @@ def _clipped(
     return -a * torch.where(a > 0, above, below), flags, low_ok, high_ok
 
 
-def _any_clipped(row: Row, low_ok: torch.Tensor, high_ok: torch.Tensor) -> torch.Tensor:
+def clipped_sequences(
+    sums: SequenceSums, policy: GspoPolicy | GspoTokenPolicy
+) -> dict[str, torch.Tensor]:
     """bool [S]: sequences of which some token is clipped."""
-    return (~high_ok & (row.positive > 0)) | (~low_ok & (row.negative < 0))
+    low_ok, high_ok = _within(sums, policy)
+    clipped = (~high_ok & (sums.positive > 0)) | (~low_ok & (sums.negative < 0))
+    return {"seq_clipfrac": clipped}
+
+
+def _within(
+    sums: SequenceSums, policy: GspoPolicy | GspoTokenPolicy
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [S] twice: s is not below the lower bound, not above the upper."""
+    z = sums.mean_log_ratio
+    return z >= math.log1p(-policy.eps_low), z <= math.log1p(policy.eps_high)

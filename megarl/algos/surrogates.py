@@ -27,14 +27,13 @@ from megarl.config.policies import (
 class TokenLoss:
     """``loss`` [T]: l of every token. ``grad`` f64 [T]: d(sum coef l)/dlp.
 
-    ``flags``: name -> bool [T], reported as shares of trained tokens; ``seq_flags``: name -> bool
-    [S], as shares of trained sequences; ``means``: name -> [T], reported as token means.
+    ``flags``: name -> bool [T], reported as shares of trained tokens; ``means``: name -> [T],
+    reported as token means.
     """
 
     loss: torch.Tensor
     grad: torch.Tensor
     flags: dict[str, torch.Tensor] = field(default_factory=dict)
-    seq_flags: dict[str, torch.Tensor] = field(default_factory=dict)
     means: dict[str, torch.Tensor] = field(default_factory=dict)
 
 

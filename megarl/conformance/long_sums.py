@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megarl.algos.objective import Objective
+from megarl.algos.ratio import clamped
 from megarl.algos.segments import Segments
 from megarl.config.policies import GspoPolicy
 from megarl.conformance.cases import Given, Inputs, Unsupported
@@ -35,14 +36,16 @@ def long_accum(given: Given, dtype: torch.dtype) -> Mapping[str, Any]:
         mask=packed.row.mask,
     )
     # Any objective sums its log-ratios alike.
-    row = Objective(GspoPolicy()).evaluate(x, Segments(packed.row.cu_seqlens), ONLY_POLICY).row
-    total = float(row.log_ratio_sum[0])
+    sums = (
+        Objective(GspoPolicy()).evaluate(x, Segments(packed.row.cu_seqlens), ONLY_POLICY).row.sums
+    )
+    total = float(sums.log_ratio[0])
     naive = float(np.cumsum(d.astype(np.float32), dtype=np.float32)[-1])
     return {
         "first_four_d": d[:4].tolist(),
         "sum_exact": total,
-        "mean": float(row.mean_log_ratio[0]),
-        "s_ratio": float(row.sequence_ratio[0]),
+        "mean": float(sums.mean_log_ratio[0]),
+        "s_ratio": float(clamped(sums.mean_log_ratio).exp()[0]),
         "info_naive_float32_sum": naive,
         "info_naive_float32_abs_error": abs(naive - total),
     }

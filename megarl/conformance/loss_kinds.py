@@ -112,9 +112,7 @@ def loss(given: Given, dtype: torch.dtype) -> Computed:
         parts = step.objective.evaluate(x, segments, step.coefficients)
     computed = {
         "loss": float(found.loss.detach()),
-        "pg_loss": float(parts.pg_loss),
-        "kl_loss_scaled": float(parts.kl_loss),
-        "entropy_loss_scaled": float(parts.entropy_loss),
+        **terms(found.metrics),
         "token_pg_loss": packed.take(parts.token.loss),
         "token_weight": packed.take(x.weight),
         "grad_logp": packed.take(gradient(x.logprobs)),
@@ -157,6 +155,16 @@ METRICS = {
     "seq_geo_ratio_max": "policy/seq_ratio_max",
     "seq_geo_ratio_min": "policy/seq_ratio_min",
 }
+
+
+def terms(metrics: StepMetrics) -> dict[str, float]:
+    """The loss's parts, each with its coefficient."""
+    values = reduce_metrics([metrics])
+    return {
+        "pg_loss": values["policy/pg_loss"],
+        "kl_loss_scaled": values.get("policy/kl_loss", 0.0),
+        "entropy_loss_scaled": values["policy/entropy_loss"],
+    }
 
 
 def loss_metrics(metrics: StepMetrics) -> dict[str, float]:

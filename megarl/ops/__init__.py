@@ -4,10 +4,10 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import backends, call_counts, native_devices, native_library
+from megarl.ops._native import backends, call_counts, native_devices, native_library, runs_native
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 
-KERNELS = ("segment_sum",)
+KERNELS = ("policy_loss", "policy_sums", "segment_sum")
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "call_counts",
     "native_devices",
     "native_library",
+    "runs_native",
     "segment_sum",
     "segment_sum_ref",
 ]

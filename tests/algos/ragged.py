@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter
 
+from megarl.algos.diagnostics import loss_metrics
 from megarl.algos.objective import Objective
+from megarl.algos.presets import SURROGATES
 from megarl.algos.segments import Segments
 from megarl.config.algo import KlSection, OpsmSection
 from megarl.config.policies import Policy
@@ -95,6 +98,8 @@ def evaluate(
     )
     loss, metrics, dropped = objective(inputs, segments, coefficients)
     loss.backward()
+    _same_as_specified(objective, inputs, segments, coefficients, loss.detach(), metrics)
+    zeros = torch.zeros_like(inputs.entropy)  # no gradient is one of zeros
     lengths = (segments.cu_seqlens[1:] - segments.cu_seqlens[:-1]).tolist()
 
     def parts(values: torch.Tensor | None) -> list[list[Any]]:
@@ -103,10 +108,38 @@ def evaluate(
     return Evaluated(
         loss.detach(),
         parts(inputs.logprobs.grad),
-        parts(inputs.entropy.grad),
+        parts(zeros if inputs.entropy.grad is None else inputs.entropy.grad),
         parts(dropped),
         metrics,
     )
+
+
+def _same_as_specified(
+    objective: Objective,
+    inputs: LossInputs,
+    segments: Segments,
+    coefficients: Coefficients,
+    loss: torch.Tensor,
+    metrics: StepMetrics,
+) -> None:
+    """Every row that a test evaluates compares the compiled op with its reference."""
+    with torch.no_grad():
+        expected = objective.evaluate(inputs, segments, coefficients)
+    surrogate = SURROGATES[objective.policy.name]
+    tolerance = 2e-6 if inputs.logprobs.dtype == torch.float32 else 1e-12
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance, equal_nan=True)
+    # a loss is a sum of terms that may cancel, each rounded in its own type
+    terms = (expected.row.coef * expected.token.loss).abs().sum()
+    assert loss.isnan() or abs(loss - expected.loss) <= tolerance * (abs(terms) + abs(loss) + 1)
+    close(inputs.logprobs.grad, expected.grad_logprobs.to(inputs.logprobs.dtype))
+    if inputs.entropy.grad is not None:
+        close(inputs.entropy.grad, expected.grad_entropy.to(inputs.entropy.dtype))
+    stated = loss_metrics(expected.sums(), surrogate.uses_ratio, segments.owns_sequences)
+    assert [m.name for m in metrics] == [m.name for m in stated]
+    found, specified = reduce_metrics([metrics]), reduce_metrics([stated])
+    for name, value in specified.items():
+        if not name.endswith("loss"):
+            close(torch.tensor(found[name]), torch.tensor(value), msg=lambda m, n=name: f"{n}: {m}")
 
 
 def spread(values: Sequence[float], like: Ragged) -> list[list[float]]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.algos.fused import KERNELS
 from megarl.algos.presets import SURROGATES
 from megarl.algos.surrogates import ppo_clip
 from megarl.config.algo import AlgoSection
@@ -116,7 +117,10 @@ def test_the_sections_above_are_all_there_are_with_all_their_settings() -> None:
 
 
 def test_a_setting_that_is_not_passed_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards the tests above: an objective that forgets its dual clip."""
+    """Guards the tests above: an objective that forgets its dual clip, in either form."""
+    kernel = KERNELS["ppo_clip"]
+    without = replace(kernel, parameters=lambda p: kernel.parameters(p) | {"cap": 3.0})
+    monkeypatch.setitem(KERNELS, "ppo_clip", without)
     forgetful = replace(
         SURROGATES["ppo_clip"],
         compute=lambda row, policy: ppo_clip(row, policy.model_copy(update={"dual_clip": 3.0})),

@@ -1,0 +1,159 @@
+// The tokens of a sequence in blocks, as plain arrays: how they are loaded and how they are summed.
+//
+// A block passes through short loops, one purpose each, over arrays of one type.  That is what the
+// compiler turns into vector instructions, so every selection and every conversion is a loop of its own
+// and masks are numbers, 1 or 0.  Included by policy_loss.cpp alone.
+#pragma once
+
+#include "simd.h"
+
+#include "../policy_row.h"
+
+namespace megarl {
+namespace policy {
+namespace {
+
+constexpr int kBlock = 128;  // what the arrays of one take stays in the L1 cache
+static_assert(kBlock % kLanes == 0, "whole lanes");
+
+// Of up to kBlock tokens; what is beyond the last is 0.
+template <typename T>
+struct alignas(64) Block {
+  // as loaded; 0 where a token is not used
+  T used[kBlock], dropped[kBlock], logprob[kBlock], advantage[kBlock], rise[kBlock], fall[kBlock];
+  T weight[kBlock], coef[kBlock], log_ratio[kBlock], gap[kBlock], reference[kBlock];
+  T entropy[kBlock], selected[kBlock];
+  // of the ratio
+  T near[kBlock], ratio[kBlock], used_ratio[kBlock], clamped[kBlock], k3[kBlock], distance[kBlock];
+  // of the objective
+  T loss[kBlock], grad[kBlock], mean[kBlock], flag[4][kBlock], kl[kBlock];
+};
+
+struct Lanes {
+  double part[kLanes] = {};
+};
+
+template <typename T>
+MEGARL_INLINE void add(Lanes& sum, const T* x, int n) {
+  double part[kLanes];
+  for (int j = 0; j < kLanes; ++j) part[j] = sum.part[j];
+  for (int i = 0; i < n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) part[j] += static_cast<double>(x[i + j]);
+  }
+  for (int j = 0; j < kLanes; ++j) sum.part[j] = part[j];
+}
+
+template <typename T>
+MEGARL_INLINE void add_product(Lanes& sum, const T* x, const T* y, int n) {
+  double part[kLanes];
+  for (int j = 0; j < kLanes; ++j) part[j] = sum.part[j];
+  for (int i = 0; i < n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) {
+      part[j] += static_cast<double>(x[i + j]) * static_cast<double>(y[i + j]);
+    }
+  }
+  for (int j = 0; j < kLanes; ++j) sum.part[j] = part[j];
+}
+
+// What every loss reads, and which tokens are used: trained, and finite in everything that is read.
+// `bad`: not 0 where one of the further rows is not finite; null where there are none.
+template <typename T>
+MEGARL_INLINE void load_always(Block<T>& b, const View<T>& v, const T* bad, int64_t at, int n) {
+  const T *lp = v.logprobs + at, *lo = v.old_logprobs + at, *a = v.advantages + at,
+          *w = v.weight + at;
+  const uint8_t* mask = v.mask + at;
+  for (int i = 0; i < n; ++i) b.dropped[i] = static_cast<T>(mask[i]);
+  if (bad != nullptr) {
+    for (int i = 0; i < n; ++i) b.used[i] = bad[i] == T(0) ? b.dropped[i] : T(0);
+  } else {
+    for (int i = 0; i < n; ++i) b.used[i] = b.dropped[i];
+  }
+  for (int i = 0; i < n; ++i) {
+    const T logprob = lp[i], d = lp[i] - lo[i], advantage = a[i], weight = w[i];
+    const T finite = (unless_finite(logprob) + unless_finite(lo[i])) +
+                     (unless_finite(advantage) + unless_finite(weight));
+    const T used = finite == T(0) ? b.used[i] : T(0);
+    const T a_used = used != T(0) ? advantage : T(0), w_used = used != T(0) ? weight : T(0);
+    b.used[i] = used;
+    b.dropped[i] -= used;
+    b.logprob[i] = used != T(0) ? logprob : T(0);
+    b.log_ratio[i] = used != T(0) ? d : T(0);
+    b.advantage[i] = a_used;
+    b.rise[i] = a_used > T(0) ? a_used : T(0);
+    b.fall[i] = a_used < T(0) ? a_used : T(0);
+    b.weight[i] = w_used;
+    b.coef[i] = w_used;
+  }
+}
+
+// Where one of the rows that only some losses read is not finite; null if this loss reads none.
+template <typename T>
+MEGARL_INLINE const T* find_bad(Block<T>& b, const View<T>& v, int64_t at, int n) {
+  const T* further[] = {v.rollout_logprobs, v.ref_logprobs, v.correction,
+                        v.checks_entropy ? v.entropy : nullptr};
+  T* bad = nullptr;
+  for (const T* row : further) {
+    if (row == nullptr) continue;
+    const T* x = row + at;
+    if (bad == nullptr) {
+      for (int i = 0; i < n; ++i) b.loss[i] = unless_finite(x[i]);
+    } else {
+      for (int i = 0; i < n; ++i) b.loss[i] += unless_finite(x[i]);
+    }
+    bad = b.loss;
+  }
+  return bad;
+}
+
+// `x - y` of used tokens, 0 elsewhere.
+template <typename T>
+MEGARL_INLINE void select_difference(T* __restrict out, const T* __restrict used, const T* x,
+                                     const T* y, int n) {
+  for (int i = 0; i < n; ++i) {
+    const T difference = x[i] - y[i];
+    out[i] = used[i] != T(0) ? difference : T(0);
+  }
+}
+
+template <typename T>
+MEGARL_INLINE void select(T* __restrict out, const T* __restrict used, const T* x, int n) {
+  for (int i = 0; i < n; ++i) {
+    const T value = x[i];
+    out[i] = used[i] != T(0) ? value : T(0);
+  }
+}
+
+template <typename T>
+MEGARL_INLINE void load(Block<T>& b, const View<T>& v, int64_t at, int n) {
+  load_always(b, v, find_bad(b, v, at, n), at, n);
+  const T* lp = v.logprobs + at;
+  if (v.correction != nullptr) {
+    select(b.coef, b.used, v.correction + at, n);
+    for (int i = 0; i < n; ++i) b.coef[i] *= b.weight[i];
+  }
+  if (v.rollout_logprobs != nullptr) {
+    select_difference(b.gap, b.used, lp, v.rollout_logprobs + at, n);
+  }
+  if (v.ref_logprobs != nullptr) {
+    select_difference(b.reference, b.used, v.ref_logprobs + at, lp, n);
+  }
+  if (v.entropy != nullptr) select(b.entropy, b.used, v.entropy + at, n);
+  if (v.selected != nullptr) {
+    const uint8_t* selected = v.selected + at;
+    for (int i = 0; i < n; ++i) b.selected[i] = static_cast<T>(selected[i]);
+    for (int i = 0; i < n; ++i) b.selected[i] *= b.used[i];
+  }
+}
+
+// Nothing of what was loaded is used, from token `from` to `to`; what was dropped stays so.
+template <typename T>
+void clear(Block<T>& b, int from, int to) {
+  for (T* x : {b.used, b.logprob, b.advantage, b.rise, b.fall, b.weight, b.coef, b.log_ratio, b.gap,
+               b.reference, b.entropy, b.selected}) {
+    std::fill(x + from, x + to, T(0));
+  }
+}
+
+}  // namespace
+}  // namespace policy
+}  // namespace megarl
