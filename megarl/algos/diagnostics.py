@@ -55,8 +55,8 @@ class RowSums:
 def loss_metrics(
     row: RowSums, uses_ratio: bool, counts_sequences: bool, all_metrics: bool = True
 ) -> StepMetrics:
-    """``counts_sequences``: on one of the ranks that share the row. Without ``all_metrics``: losses,
-    token flags and the mean log-ratio.
+    """``counts_sequences``: on one of the ranks that share the row. Without ``all_metrics``:
+    losses, token flags and the mean log-ratio.
     """
 
     def mean(name: str, total: float) -> Metric:
