@@ -7,5 +7,6 @@
 #include "common.h"
 
 STABLE_TORCH_LIBRARY(megarl, m) {
+  m.def("digest_partial(Tensor tensor, int[] full_shape, int[] offset) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
 }

@@ -5,15 +5,21 @@ specification; the kernel, where one is loaded for the device, is only faster.
 """
 
 from megarl.ops._native import backends, call_counts, native_devices, native_library
+from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 
-KERNELS = ("segment_sum",)
+KERNELS = ("digest_partial", "segment_sum")
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
     "KERNELS",
     "backends",
     "call_counts",
+    "digest",
+    "digest_partial",
+    "digest_partial_ref",
+    "finish",
+    "merge",
     "native_devices",
     "native_library",
     "segment_sum",
