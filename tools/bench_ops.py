@@ -18,11 +18,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from opsbench import digest
+from opsbench import digest, fp8_block
 from opsbench.measure import Row
 
 BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
     "digest": digest.rows,
+    "fp8_block": fp8_block.rows,
 }
 """Op -> ``rows(quick)``; ``quick``: small sizes, to see that it runs."""
 
