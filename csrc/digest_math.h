@@ -6,7 +6,7 @@
 //   partial = sum over the bytes held, each at byte g of the whole tensor:
 //               (byte + 1) * 256^(g mod 4) * C[w mod 1024] * R(w div 1024),  w = g div 4
 //
-// 1. C are 1,024 distinct keys in [1, 2^32), so a block's sum is of 64-bit products, exact, and
+// 1. C are 1,024 keys in [1, 2^32), so a block's sum is of 64-bit products, exact, and
 //    the dear multiplication modulo p by R is done once a block.
 // 2. Addition modulo p is exact in any order: threads, shards and devices agree bit for bit.
 #pragma once

@@ -16,13 +16,12 @@ is 1,024 words; arithmetic is modulo the prime p = 2^61 - 1.
    payloads count, the layout in memory does not.
 2. Partials of slices that cover the tensor once merge into the whole tensor's, in any order. The
    `+ 1` makes a slice that is missing, or comes twice, visible even where it is all zeros.
-3. Certainly found, for p is prime and the C differ: any change within one word (so any change of
-   one element of up to 4 bytes); two words of a block changed by equal or by opposite amounts:
-   swapped, or their signs flipped.
-4. Any other fault passes with a probability of 2^-61, over the choice of the keys; where it is
-   confined to a block and made for it, 2^-32. 64 bits are enough: at 2^-61, a trillion corrupted
-   tensors would have to arrive for one to pass with a chance of one in two million. The keys are
-   no secret: it tells faults, not forgeries.
+3. Faults that certainly change the partial, for p is prime and no C is another's multiple by 256,
+   256^2 or 256^3: any change within one word, so any of one element of up to 4 bytes; two such
+   elements of a block changed by equal or by opposite amounts: swapped, or their signs flipped.
+4. Any other fault passes with a probability of 2^-61, over the choice of the keys; one confined to
+   a block and made for it, 2^-32. So 64 bits are enough: of a trillion corrupted tensors one passes
+   with a chance of one in two million. The keys are no secret: it tells faults, not forgeries.
 5. On CPU and CUDA, for any number of threads, in this reference: one value.
 
 Not differentiable: the result is an integer.
@@ -41,8 +40,8 @@ from megarl.ops._selfcheck import self_check
 
 PRIME = (1 << 61) - 1
 _BLOCK_WORDS = 1024
-_WORD_KEY_SEED = int.from_bytes(b"megarl_C")
-_BLOCK_KEY_SEED = int.from_bytes(b"megarl_R")
+_WORD_KEY_SEED = int.from_bytes(b"megarl_C", "big")
+_BLOCK_KEY_SEED = int.from_bytes(b"megarl_R", "big")
 _BLOCK_BYTES = 4 * _BLOCK_WORDS
 _SIZES = (1, 2, 4, 8)
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -178,8 +177,10 @@ def _times_block_keys(low: Tensor, high: Tensor, first_block: int) -> Tensor:
 
 
 def _chunk_bytes(device: torch.device) -> int:
-    """A multiple of a block. On a CPU what the caches hold and one thread does alone."""
-    return (31 if device.type == "cpu" else 16_384) * _BLOCK_BYTES
+    """Whole blocks. On a CPU what the caches hold and one thread does alone; elsewhere what takes
+    some 100 MB of memory on the way.
+    """
+    return (31 if device.type == "cpu" else 2048) * _BLOCK_BYTES
 
 
 # Arithmetic modulo p = 2^61 - 1 on i64 in [0, p): multiplying by 2^n rotates the 61 bits by n.

@@ -51,8 +51,8 @@ def fp8_block_dequant(
     block: Block = (128, 128),
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """codes e4m3 [N, K], scales f32|bf16 [ceil(N / block_n), ceil(K / block_k)] -> dtype [N, K], which
-    is float32 or bfloat16.
+    """codes e4m3 [N, K], scales f32|bf16 [ceil(N / block_n), ceil(K / block_k)] -> dtype [N, K];
+    dtype: float32 or bfloat16.
     """
     if runs_native("fp8_block_dequant", codes.device):
         out: Tensor = torch.ops.megarl.fp8_block_dequant(codes, scales.detach(), *block, dtype)

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 P = 2**61 - 1
+DTYPES = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16]
+DTYPES += [torch.float16, torch.int16, torch.float32, torch.int32, torch.float64, torch.int64]
+DTYPES += [torch.complex64]
 
 
 def splitmix64(x: int) -> int:

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.ops import _native, digest, digest_partial, digest_partial_ref, finish, merge
-from tests.ops.plain_digest import plain, plain_slice, raw, some
+from tests.ops.plain_digest import DTYPES, plain, plain_slice, raw, some
 
 NATIVE = "cpu" in _native.native_devices("digest_partial")
 needs_native = pytest.mark.skipif(not NATIVE, reason="the compiled operators are not built")
-DTYPES = [torch.bool, torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bfloat16]
-DTYPES += [torch.float16, torch.int16, torch.float32, torch.int32, torch.float64, torch.int64]
-DTYPES += [torch.complex64]
 
 
 def native(tensor: Tensor, full_shape: Sequence[int], offset: Sequence[int]) -> Tensor:

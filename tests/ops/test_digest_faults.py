@@ -84,10 +84,12 @@ def test_structured_faults_are_found(fault, dtype):
 
 
 def test_the_guarantees_hold_for_these_keys():
-    """Two words of a block, changed by d and e with |d| = |e| < 2^32: d*C[i] + e*C[j] is d times a
-    sum or a difference of keys, none of which is 0 modulo p; nor is the product, p being prime."""
-    assert len(set(WORD_KEYS)) == 1024
-    assert min(WORD_KEYS) > 0 and 2 * max(WORD_KEYS) < P
+    """Two elements of a block, changed by d and e with |d| = |e| < 2^32: the change is d times the
+    sum or the difference of their bytes' keys. That is not 0 modulo p, nor is the product, p being
+    prime."""
+    byte_keys = {256**k * key for k in range(4) for key in WORD_KEYS}
+    assert len(byte_keys) == 4096
+    assert min(byte_keys) > 0 and 2 * max(byte_keys) < P
     assert all(1 <= block_key(h) < P for h in [*range(1000), 2**40])
     s = 4
     for _ in range(59):  # Lucas-Lehmer: 2^61 - 1 is prime
