@@ -7,6 +7,11 @@
 #include "common.h"
 
 STABLE_TORCH_LIBRARY(megarl, m) {
+  m.def("digest_partial(Tensor tensor, int[] full_shape, int[] offset) -> Tensor");
+  m.def("fp8_block_quant(Tensor x, int block_n, int block_k, float eps, bool power_of_two) -> "
+        "(Tensor codes, Tensor scales)");
+  m.def("fp8_block_dequant(Tensor codes, Tensor scales, int block_n, int block_k, "
+        "ScalarType dtype) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def(
       "policy_sums(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor weight, "

@@ -18,10 +18,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from opsbench import policy_loss
+from opsbench import digest, fp8_block, policy_loss
 from opsbench.measure import Row
 
-BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {"policy_loss": policy_loss.rows}
+BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "digest": digest.rows,
+    "fp8_block": fp8_block.rows,
+    "policy_loss": policy_loss.rows,
+}
 """Op -> ``rows(quick)``; ``quick``: small sizes, to see that it runs."""
 
 COLUMNS = ("op", "case", "tokens", "threads", "vs_padded", "vs_loop", "vs_reference")

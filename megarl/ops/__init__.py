@@ -5,15 +5,38 @@ specification; the kernel, where one is loaded for the device, is only faster.
 """
 
 from megarl.ops._native import backends, call_counts, native_devices, native_library, runs_native
+from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
+from megarl.ops.fp8_block import (
+    fp8_block_dequant,
+    fp8_block_dequant_ref,
+    fp8_block_quant,
+    fp8_block_quant_ref,
+)
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 
-KERNELS = ("policy_loss", "policy_sums", "segment_sum")
+KERNELS = (
+    "digest_partial",
+    "fp8_block_dequant",
+    "fp8_block_quant",
+    "policy_loss",
+    "policy_sums",
+    "segment_sum",
+)
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
     "KERNELS",
     "backends",
     "call_counts",
+    "digest",
+    "digest_partial",
+    "digest_partial_ref",
+    "finish",
+    "fp8_block_dequant",
+    "fp8_block_dequant_ref",
+    "fp8_block_quant",
+    "fp8_block_quant_ref",
+    "merge",
     "native_devices",
     "native_library",
     "runs_native",

@@ -27,9 +27,10 @@ import torch.distributed as dist
 
 from megarl.errors import SyncError
 from megarl.hostcomm import agree, gather_json
+from megarl.ops import digest
 from megarl.protocols import WeightSink, WeightSource
 from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, push_digest, specs_of, tensor_digest
+from megarl.sync.stream import bucketize, flatten, push_digest, specs_of
 from megarl.types import SyncReceipt
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ class BroadcastTransport:
                 if self._group is None:
                     raise SyncError(f"rank {self.rank} has tensors to send and is not connected")
                 flat = flatten(bucket)
-                digests |= {name: tensor_digest(tensor) for name, tensor in bucket}
+                digests |= {name: digest(tensor) for name, tensor in bucket}
                 size += flat.numel()
                 self._send(flat, specs_of(bucket))
         except Exception as e:

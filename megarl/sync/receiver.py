@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import SyncError
+from megarl.ops import digest
 from megarl.sync.group import join_group, leave_group
-from megarl.sync.stream import dtype_name, dtype_of, num_bytes, tensor_digest, unflatten
+from megarl.sync.stream import dtype_name, dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
 
 _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
@@ -64,7 +65,7 @@ class ModelReceiver:
     @torch.no_grad()
     def digests(self) -> dict[str, str]:
         """The digest of every weight as it is now, read back from the module."""
-        return {name: tensor_digest(tensor) for name, tensor in self._parameters.items()}
+        return {name: digest(tensor) for name, tensor in self._parameters.items()}
 
     def join_group(
         self,

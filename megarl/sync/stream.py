@@ -5,8 +5,8 @@ digests.
 2. A bucket holds at most `max_bytes`; a tensor that is larger by itself travels alone.
 3. Flat, a bucket is its tensors' raw bytes one after another. A tensor begins at a multiple of its
    item size, so wider types come first inside a bucket.
-4. A tensor's digest covers dtype, shape and bytes; a push's digest covers every name and its
-   digest. Both ends compute it on their own copy, so equal digests mean equal weights.
+4. A tensor's digest (`megarl.ops.digest`) covers dtype, shape and bytes; a push's digest covers
+   every name and its digest. Both ends compute it on their own copy, where that lies.
 """
 
 import hashlib
@@ -17,15 +17,6 @@ import torch
 from megarl.errors import SyncError
 from megarl.protocols import Bucket
 from megarl.types import TensorSpec
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 (hex) of `dtype|shape|` and the bytes, e.g. `float32|[2, 3]|` and 24 bytes."""
-    flat = tensor.detach().cpu().contiguous()
-    head = f"{dtype_name(flat.dtype)}|{list(flat.shape)}|".encode()
-    digest = hashlib.sha256(head)
-    digest.update(_bytes(flat).numpy().data)
-    return digest.hexdigest()
 
 
 def push_digest(digests: Mapping[str, str]) -> str:

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.errors import ServerError
+from megarl.ops import digest
 from megarl.rollout.control import ServerControl
 from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, specs_of, tensor_digest
+from megarl.sync.stream import bucketize, flatten, specs_of
 from tests.rollout.conftest import SLOTS, Reference, Server
 from tests.rollout.test_server_generate import output_logprobs, wait_for
 
@@ -246,7 +247,7 @@ def test_an_update_over_a_group_in_mid_generation(
             control("commit", {"version": 12}, 20)
         else:
             server.post("/end_weight_update", {"weight_version": "12"})
-    assert digests == {name: tensor_digest(t) for name, t in sender.weights.items()}
+    assert digests == {name: digest(t) for name, t in sender.weights.items()}
     _, replies = future.result()
     assert {version for reply in replies for version, _, _ in spans_of(reply)} == {"0", "12"}
     mixed = [(i, r) for i, r in enumerate(replies) if len(spans_of(r)) == 2]

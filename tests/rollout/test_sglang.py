@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.ops import digest
 from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
-from megarl.sync.stream import bucketize, tensor_digest
+from megarl.sync.stream import bucketize
 from megarl.types import Prompt, VersionSpan
 from tests.rollout.conftest import CONTEXT, LAYERS, TOP_K, Reference, Server, server_section
 from tests.rollout.test_server_weights import Sender
@@ -74,7 +75,7 @@ def test_sglang_is_started_asked_updated_and_ended(
         for bucket in bucketize(sender.weights.items(), 100_000):
             sender.send(bucket)
         digests = sender.control.control("digest", {}, 60)["digests"]
-        assert digests == {name: tensor_digest(t) for name, t in sender.weights.items()}
+        assert digests == {name: digest(t) for name, t in sender.weights.items()}
         sender.control.control("commit", {"version": 5}, 60)
     check(reference_b, 5)
     collector.close()

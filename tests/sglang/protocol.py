@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.ops import digest
 from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, specs_of, tensor_digest
+from megarl.sync.stream import bucketize, flatten, specs_of
 from tests.sglang.server import SGLangServer
 
 PROMPT = [4, 11, 7, 19, 3, 8, 22, 5, 14, 9, 6]
@@ -114,4 +115,4 @@ def received(server: SGLangServer) -> list[dict[str, str]]:
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    return {name: digest(tensor) for name, tensor in weights.items()}

@@ -1,5 +1,6 @@
 """The plugin's own logic, without SGLang: what is hashed, and when a tensor counts as received."""
 
+import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from megarl.sync.stream import tensor_digest
+from megarl.ops import digest, digest_partial
+from tests.ops.plain_digest import DTYPES, plain, raw, some
 
 PLUGIN = Path(__file__).parents[2] / "megarl" / "sync" / "sglang_plugin" / "megarl_sglang_plugin.py"
 
@@ -40,17 +42,25 @@ class Model(torch.nn.Module):
         return names
 
 
-def test_the_digest_is_sha256_of_dtype_shape_and_bytes(plugin):
-    # sha256 of b"float32|[2]|" + 1.0 and 2.0 as little-endian float32, computed with sha256sum.
-    expected = "4d0815196cbeab7cd893d1549bd175c371d6f60edb143dcd0537df551cb49037"
-    assert plugin.tensor_digest(torch.tensor([1.0, 2.0])) == expected
+@pytest.fixture(params=["megarl's operator", "plain torch"], autouse=True)
+def with_and_without_megarl(request, plugin, monkeypatch) -> None:
+    if request.param == "plain torch":
+        monkeypatch.setattr(plugin, "_digest_partial", None)
+    else:
+        assert plugin._digest_partial is digest_partial
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32])
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (64, 40)])
+def test_the_digest_is_that_of_its_definition(plugin):
+    tensor = torch.tensor([1.0, 2.0])
+    text = f"float32|[2]|{plain(raw(tensor), range(8)):016x}"
+    assert plugin.tensor_digest(tensor) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (64, 40), (3, 70_001)])
 def test_server_and_trainer_agree_on_the_digest(plugin, dtype, shape):
-    tensor = torch.arange(torch.Size(shape).numel()).float().reshape(shape).to(dtype)
-    assert plugin.tensor_digest(tensor) == tensor_digest(tensor)
+    tensor = some(shape, dtype)
+    assert plugin.tensor_digest(tensor) == digest(tensor)
 
 
 def test_layout_in_memory_does_not_matter_but_shape_and_dtype_do(plugin):
@@ -63,7 +73,7 @@ def test_layout_in_memory_does_not_matter_but_shape_and_dtype_do(plugin):
 
 def test_a_tensor_counts_once_the_model_has_taken_it_and_as_it_came(plugin):
     weights = {f"w{i}": torch.full((3,), float(i)) for i in range(100)}
-    expected = {name: tensor_digest(tensor) for name, tensor in weights.items()}
+    expected = {name: digest(tensor) for name, tensor in weights.items()}
     model, record = Model(taken=70), {}
     plugin._tap(model, record)
     names = model.load_weights(weights.items())

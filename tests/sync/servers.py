@@ -1,6 +1,5 @@
 """Real embedded servers for tests of weight pushes, alone or behind a proxy that lies for them."""
 
-import hashlib
 import json
 import threading
 import urllib.error
@@ -15,6 +14,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from megarl.config.schema import RolloutSection
+from megarl.ops import digest_partial_ref, finish
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 
@@ -36,11 +36,11 @@ def http(url: str, key: str, path: str, body: Any = None) -> tuple[int, Any]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """Of the weights in a Hugging Face folder."""
+    """Of the weights in a Hugging Face folder, by the definition in plain torch."""
     found = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        head = f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode()
-        found[name] = hashlib.sha256(head + tensor.numpy().tobytes()).hexdigest()
+        partial = digest_partial_ref(tensor, tensor.shape, [0] * tensor.dim())
+        found[name] = finish(partial, tensor.dtype, tensor.shape)
     return found
 
 

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.errors import SyncError
+from megarl.ops import digest
 from megarl.sync.receiver import ModelReceiver, hf_parameters
-from megarl.sync.stream import bucketize, specs_of, tensor_digest
+from megarl.sync.stream import bucketize, specs_of
 from megarl.types import TensorSpec
 from tests.sync.sender import Sender
 
@@ -56,7 +57,7 @@ def test_names_shapes_and_values_are_those_of_the_files(
     for name, tensor in files.items():
         assert torch.equal(live[name], tensor), name
     digests = ModelReceiver(module).digests()
-    assert digests == {name: tensor_digest(tensor) for name, tensor in files.items()}
+    assert digests == {name: digest(tensor) for name, tensor in files.items()}
 
 
 def test_a_view_writes_to_the_module() -> None:
@@ -116,7 +117,7 @@ def test_a_push_arrives_bitwise_in_buckets_of_any_size(
     for bucket in bucketize(sent.tensors.items(), max_bytes):
         pair.send([name for name, _ in bucket], flattened)
     pair.receiver.end()
-    expected = {name: tensor_digest(tensor) for name, tensor in sent.tensors.items()}
+    expected = {name: digest(tensor) for name, tensor in sent.tensors.items()}
     assert pair.receiver.digests() == expected
 
 

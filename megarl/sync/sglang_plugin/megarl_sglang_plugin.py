@@ -4,7 +4,8 @@ A plugin for SGLang 0.5.23, installed into the server's environment, on GPU or C
 
     pip install --no-deps megarl/sync/sglang_plugin
 
-SGLang loads it by itself from then on. It needs torch and the standard library, not megarl.
+SGLang loads it by itself from then on. It needs torch and the standard library, not megarl; where
+megarl is installed too, its compiled digest is used.
 
 1. `/begin_weight_update` empties the record of each model runner. Until `/end_weight_update`, each
    tensor is recorded under its name as the model's `load_weights` takes it, whichever way it came
@@ -14,7 +15,7 @@ SGLang loads it by itself from then on. It needs torch and the standard library,
    form SGLang has for checksums, one entry per tensor-parallel rank:
 
        {"success": true, "message": "Success.",
-        "ranks": [{"checksums": {"model.norm.weight": "<sha256>", ...},
+        "ranks": [{"checksums": {"model.norm.weight": "<digest>", ...},
                    "per_gpu_checksum": "<sha256 over the names and digests>",
                    "parallelism_info": [{"role": "target", "tp_rank": 0, "tp_size": 1, ...}]}],
         "per_engine_checksum": "<sha256 over the ranks>"}
@@ -22,28 +23,33 @@ SGLang loads it by itself from then on. It needs torch and the standard library,
    It stays readable until the next begin. Before the first one it is an error (HTTP 400), as it is
    without this plugin: nobody can take an absent record for agreement. A speculative draft model
    has its own record; with selector "all" its names begin with "draft.".
-3. A digest covers dtype, shape and bytes, see `tensor_digest`; the trainer computes the same.
+3. A digest covers dtype, shape and bytes. It is that of `megarl.ops.digest`, which says what it
+   finds and with what certainty; `torch_partial` is the same sum in plain torch.
 
-Cost: every rank hashes all it receives, on the CPU, about 1 GB/s a thread, with up to 8 threads.
+Cost: every rank digests all it receives, on the device where that lies: a dozen passes over it in
+plain torch, one with megarl's operator, and 100 MB of memory on the way.
 `/weights_checker {"action": "digest_skip"}` leaves the next update unrecorded, for trainers that
 verify only some of them.
 """
 
+import contextlib
 import hashlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+_digest_partial: Callable[[torch.Tensor], torch.Tensor] | None = None
+with contextlib.suppress(ImportError):
+    from megarl.ops import digest_partial as _digest_partial
+
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
-_THREADS = min(8, os.cpu_count() or 1)
-_AHEAD = 4 * _THREADS  # tensors hashed ahead of the model's reading: enough to keep threads busy
+_AHEAD = 32  # tensors digested ahead of the model's reading: a GPU is waited for once in so many
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
@@ -69,9 +75,8 @@ def activate() -> None:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """sha256 of `dtype|shape|` and then the bytes, row-major and little-endian, in hexadecimal: of
-    `float32|[2, 3]|` and 24 bytes for a float32 tensor of shape [2, 3]."""
-    return _hash(*_hashed_parts(tensor))
+    """The first 16 hex digits of sha256 over `dtype|shape|partial`, the partial digest in 16."""
+    return _finish(_partial(tensor), tensor)
 
 
 def _begin(begin: Callable[..., Any], updater: Any) -> Any:
@@ -122,25 +127,94 @@ def _untap(model: torch.nn.Module) -> None:
 
 
 def _recorded(weights: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes the tensors on. Each is hashed before the model gets it, for a loader may change it in
-    place, and recorded only when the model takes it."""
+    """Passes the tensors on. Each is digested before the model gets it, for a loader may change it
+    in place, and recorded only when the model takes it."""
     remaining = iter(weights)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        while batch := list(itertools.islice(remaining, _AHEAD)):
-            # The copy to the host happens here, on the stream that received the tensor.
-            hashes = [pool.submit(_hash, *_hashed_parts(tensor)) for _, tensor in batch]
-            for (name, tensor), digest in zip(batch, hashes, strict=True):
-                digests[name] = digest.result()
-                yield name, tensor
+    while batch := list(itertools.islice(remaining, _AHEAD)):
+        # All are queued, on the stream that received them, before the first is waited for.
+        partials = [_partial(tensor) for _, tensor in batch]
+        for (name, tensor), partial in zip(batch, partials, strict=True):
+            digests[name] = _finish(partial, tensor)
+            yield name, tensor
 
 
-def _hashed_parts(tensor: torch.Tensor) -> tuple[bytes, Any]:
-    header = f"{str(tensor.dtype).removeprefix('torch.')}|{list(tensor.shape)}|".encode()
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return header, flat.cpu().numpy()
+# --- the digest -----------------------------------------------------------------------------------
+
+_PRIME = (1 << 61) - 1
+_BLOCK_WORDS = 1024
+_WORD_KEY_SEED = int.from_bytes(b"megarl_C", "big")
+_BLOCK_KEY_SEED = int.from_bytes(b"megarl_R", "big")
 
 
-def _hash(header: bytes, content: Any) -> str:
-    digest = hashlib.sha256(header)
-    digest.update(content)
-    return digest.hexdigest()
+def _partial(tensor: torch.Tensor) -> torch.Tensor:
+    return (_digest_partial or torch_partial)(tensor.detach())
+
+
+def _finish(partial: torch.Tensor, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    text = f"{dtype}|{list(tensor.shape)}|{int(partial):016x}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def torch_partial(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the tensor's bytes, row-major: i64 [] on its device.
+
+    Word w is bytes 4w..4w+3, little-endian; sums are modulo p = 2^61 - 1:
+
+        sum over the bytes g, w = g div 4:
+            (byte + 1) * 256^(g mod 4) * C[w mod 1024] * R(w div 1024)
+    """
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    keys = _word_keys(raw.device)
+    sums = []
+    for part in raw.split((32 if raw.device.type == "cpu" else 2048) * 4 * _BLOCK_WORDS):
+        words = _words(part) + _words(torch.ones_like(part))
+        # A product of a half word and a key has 49 bits, a block's sum 59.
+        sums.append((((words & 0xFFFF) * keys).sum(-1), ((words >> 16) * keys).sum(-1)))
+    low, high = (torch.cat(halves) for halves in zip(*sums, strict=True))
+    blocks = torch.arange(low.numel(), device=raw.device)
+    block_keys = (_splitmix64(_BLOCK_KEY_SEED + blocks) >> 3 & _PRIME) % (_PRIME - 1) + 1
+    products = _multiply(_mod(_mod(low) + _rotate(_mod(high), 16)), block_keys)
+    # In halves, so that adding them up does not overflow.
+    low, high = (products & 0x7FFFFFFF).sum(), (products >> 31).sum()
+    return _mod(_mod(low) + _rotate(_mod(high), 31))
+
+
+def _words(raw: torch.Tensor) -> torch.Tensor:
+    """Filled up with zeros to whole blocks: i64 [blocks, 1024]."""
+    padded = torch.nn.functional.pad(raw, (0, -raw.numel() % (4 * _BLOCK_WORDS)))
+    return padded.view(torch.int32).view(-1, _BLOCK_WORDS).long() & 0xFFFFFFFF
+
+
+def _mod(x: torch.Tensor) -> torch.Tensor:
+    x = (x & _PRIME) + (x >> 61)
+    return torch.where(x >= _PRIME, x - _PRIME, x)
+
+
+def _rotate(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Times 2^bits, modulo p."""
+    return ((x & ((1 << (61 - bits)) - 1)) << bits) | (x >> (61 - bits))
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In halves of 31 bits: every product stays below 2^62. And 2^62 is 2."""
+    a0, a1, b0, b1 = a & 0x7FFFFFFF, a >> 31, b & 0x7FFFFFFF, b >> 31
+    middle = _mod(_mod(a0 * b1) + _mod(a1 * b0))
+    return _mod(_mod(_mod(a0 * b0) + _mod(2 * a1 * b1)) + _rotate(middle, 31))
+
+
+@cache
+def _word_keys(device: torch.device) -> torch.Tensor:
+    words = torch.arange(_BLOCK_WORDS, device=device)
+    return _splitmix64(_WORD_KEY_SEED + words) >> 32 & 0xFFFFFFFF
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    """On the bits of i64: additions and products wrap, zeros are shifted in."""
+    x = x + (0x9E3779B97F4A7C15 - (1 << 64))
+    x = (x ^ (x >> 30 & ((1 << 34) - 1))) * (0xBF58476D1CE4E5B9 - (1 << 64))
+    x = (x ^ (x >> 27 & ((1 << 37) - 1))) * (0x94D049BB133111EB - (1 << 64))
+    return x ^ (x >> 31 & ((1 << 33) - 1))
