@@ -7,5 +7,20 @@
 #include "common.h"
 
 STABLE_TORCH_LIBRARY(megarl, m) {
+  m.def(
+      "gae(Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, Tensor bootstrap, "
+      "float gamma, float lam, bool credit_previous) -> (Tensor, Tensor)");
+  m.def(
+      "gae_backward(Tensor grad_advantages, Tensor grad_returns, Tensor mask, Tensor cu_seqlens, "
+      "float gamma, float lam, bool credit_previous) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "discounted_returns(Tensor rewards, Tensor mask, Tensor cu_seqlens, float gamma, "
+      "bool credit_previous) -> Tensor");
+  m.def("masked_moments(Tensor values, Tensor mask) -> Tensor");
+  m.def("whiten(Tensor values, Tensor mask, float mean, float variance, float eps) -> Tensor");
+  m.def("group_moments(Tensor rewards, Tensor group, Tensor counted, int num_groups) -> Tensor");
+  m.def(
+      "steps_to_go(Tensor step_rewards, Tensor step_ends, Tensor step_offsets, Tensor cu_seqlens, "
+      "int num_tokens) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
 }

@@ -5,17 +5,49 @@ specification; the kernel, where one is loaded for the device, is only faster.
 """
 
 from megarl.ops._native import backends, call_counts, native_devices, native_library
+from megarl.ops.gae import (
+    discounted_returns,
+    discounted_returns_ref,
+    gae,
+    gae_backward_ref,
+    gae_ref,
+)
+from megarl.ops.group_moments import group_moments, group_moments_ref
+from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
+from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
-KERNELS = ("segment_sum",)
+KERNELS = (
+    "discounted_returns",
+    "gae",
+    "gae_backward",
+    "group_moments",
+    "masked_moments",
+    "segment_sum",
+    "steps_to_go",
+    "whiten",
+)
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
     "KERNELS",
     "backends",
     "call_counts",
+    "discounted_returns",
+    "discounted_returns_ref",
+    "gae",
+    "gae_backward_ref",
+    "gae_ref",
+    "group_moments",
+    "group_moments_ref",
+    "masked_moments",
+    "masked_moments_ref",
     "native_devices",
     "native_library",
     "segment_sum",
     "segment_sum_ref",
+    "steps_to_go",
+    "steps_to_go_ref",
+    "whiten",
+    "whiten_ref",
 ]
