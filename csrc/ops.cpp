@@ -12,6 +12,21 @@ STABLE_TORCH_LIBRARY(megarl, m) {
         "(Tensor codes, Tensor scales)");
   m.def("fp8_block_dequant(Tensor codes, Tensor scales, int block_n, int block_k, "
         "ScalarType dtype) -> Tensor");
+  m.def(
+      "gae(Tensor rewards, Tensor values, Tensor mask, Tensor cu_seqlens, Tensor bootstrap, "
+      "float gamma, float lam, bool credit_previous) -> (Tensor, Tensor)");
+  m.def(
+      "gae_backward(Tensor grad_advantages, Tensor grad_returns, Tensor mask, Tensor cu_seqlens, "
+      "float gamma, float lam, bool credit_previous) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "discounted_returns(Tensor rewards, Tensor mask, Tensor cu_seqlens, float gamma, "
+      "bool credit_previous) -> Tensor");
+  m.def("masked_moments(Tensor values, Tensor mask) -> Tensor");
+  m.def("whiten(Tensor values, Tensor mask, float mean, float variance, float eps) -> Tensor");
+  m.def("group_moments(Tensor rewards, Tensor group, Tensor counted, int num_groups) -> Tensor");
+  m.def(
+      "steps_to_go(Tensor step_rewards, Tensor step_ends, Tensor step_offsets, Tensor cu_seqlens, "
+      "int num_tokens) -> Tensor");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def(
       "policy_sums(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor weight, "

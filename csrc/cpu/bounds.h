@@ -14,20 +14,22 @@ std::vector<int64_t> read_bounds(const Tensor& cu_seqlens) {
   return std::vector<int64_t>(cu, cu + cu_seqlens.numel());
 }
 
-// The entries of `cu_seqlens`, which must start at 0, not decrease, and end at `num_tokens`.
+// The entries of `cu_seqlens`, which must start at 0, not decrease, and end at `num_tokens`.  `name`
+// and `unit`: what the message calls bounds of something else than tokens.
 inline std::vector<int64_t> checked_bounds(const char* op, const Tensor& cu_seqlens,
-                                           int64_t num_tokens) {
+                                           int64_t num_tokens, const char* name = "cu_seqlens",
+                                           const char* unit = "tokens") {
   const Tensor cu = torch::stable::contiguous(cu_seqlens);
   const std::vector<int64_t> bounds = cu.scalar_type() == ScalarType::Int
                                           ? read_bounds<int32_t>(cu)
                                           : read_bounds<int64_t>(cu);
-  STD_TORCH_CHECK(bounds.front() == 0, op, ": cu_seqlens must start at 0, got ", bounds.front());
+  STD_TORCH_CHECK(bounds.front() == 0, op, ": ", name, " must start at 0, got ", bounds.front());
   for (size_t i = 1; i < bounds.size(); ++i) {
-    STD_TORCH_CHECK(bounds[i - 1] <= bounds[i], op, ": cu_seqlens must not decrease, got ",
+    STD_TORCH_CHECK(bounds[i - 1] <= bounds[i], op, ": ", name, " must not decrease, got ",
                     bounds[i - 1], " then ", bounds[i], " at entries ", i - 1, " and ", i);
   }
-  STD_TORCH_CHECK(bounds.back() == num_tokens, op, ": cu_seqlens must end at the ", num_tokens,
-                  " tokens, got ", bounds.back(), " as its last entry");
+  STD_TORCH_CHECK(bounds.back() == num_tokens, op, ": ", name, " must end at the ", num_tokens, " ",
+                  unit, ", got ", bounds.back(), " as its last entry");
   return bounds;
 }
 

@@ -15,12 +15,7 @@ import torch
 from megarl.algos.component_advantages import gdpo_advantages, process_advantages
 from megarl.algos.group_advantages import Outcomes, group_advantages
 from megarl.algos.moments import Moments, merge_moments, whiten
-from megarl.algos.token_advantages import (
-    at_last_trained,
-    credit_previous,
-    discounted_returns,
-    gae,
-)
+from megarl.algos.token_advantages import at_last_trained, gae
 from megarl.config.algo import (
     Advantage,
     DrGrpoAdvantage,
@@ -32,6 +27,7 @@ from megarl.config.algo import (
     ReinforcePpBaselineAdvantage,
 )
 from megarl.errors import DataError
+from megarl.ops import discounted_returns
 from megarl.types import PackedBatch, Sample
 
 log = logging.getLogger(__name__)
@@ -109,11 +105,10 @@ def _reinforce_pp(section: ReinforcePpAdvantage, batch: Batch) -> list[torch.Ten
 
 def reinforce_pp_returns(section: ReinforcePpAdvantage, batch: Batch) -> list[torch.Tensor]:
     """REINFORCE++'s advantages before they are whitened."""
-    returns = []
-    for row, rewards in zip(batch.rows, _token_rewards(batch), strict=True):
-        earned = credit_previous(rewards, row.mask, row.cu_seqlens)
-        returns.append(discounted_returns(earned, row.mask, row.cu_seqlens, gamma=section.gamma))
-    return returns
+    return [
+        discounted_returns(rewards, row.mask, row.cu_seqlens, gamma=section.gamma)
+        for row, rewards in zip(batch.rows, _token_rewards(batch), strict=True)
+    ]
 
 
 def _reinforce_pp_baseline(
@@ -180,7 +175,7 @@ def whitened(values: Sequence[torch.Tensor], batch: Batch) -> list[torch.Tensor]
 def moments_of(values: Sequence[torch.Tensor], batch: Batch) -> Moments:
     """Of what ``whitened`` counts. Collective."""
     masks = _counted(batch)
-    parts = [Moments.of(v[mask & v.isfinite()]) for v, mask in zip(values, masks, strict=True)]
+    parts = [Moments.of(v, mask & v.isfinite()) for v, mask in zip(values, masks, strict=True)]
     everywhere = batch.share([[p.n, p.mean, p.m2] for p in parts])
     return merge_moments(Moments(*part) for rank in everywhere for part in rank)
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from megarl.algos.group_advantages import Outcomes, group_advantages
 from megarl.config.algo import GdpoAdvantage, GrpoAdvantage, ProcessAdvantage
+from megarl.ops import steps_to_go
 
 Floats = NDArray[np.float64]
 
@@ -29,15 +31,20 @@ def process_advantages(
     does a group whose step rewards are all equal. A reward that is not finite counts for nothing.
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
-    owner = np.repeat(np.arange(len(step_rewards)), [len(r) for r in step_rewards])
+    counts = [len(r) for r in step_rewards]
+    owner = np.repeat(np.arange(len(step_rewards)), counts)
     flat = np.asarray([r for rewards in step_rewards for r in rewards], np.float64)
     ends = np.asarray([e for sample in step_ends for e in sample], np.int64)
     settings = GrpoAdvantage(ddof=section.ddof, eps=section.eps)
     normalised = group_advantages(settings, Outcomes.of(flat, np.asarray(groups)[owner]))
-    out = [np.zeros(length) for length in lengths]
-    for i, end, reward in zip(owner, ends, normalised, strict=True):
-        out[i][: end + 1] += reward
-    return out
+    values = steps_to_go(
+        torch.from_numpy(normalised),
+        torch.from_numpy(ends),
+        torch.tensor([0, *counts]).cumsum(0),
+        torch.tensor([0, *lengths]).cumsum(0),
+        sum(lengths),
+    )
+    return [part.numpy() for part in values.split(list(lengths))]
 
 
 def gdpo_advantages(

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from megarl.config.algo import (
@@ -36,6 +37,7 @@ from megarl.config.algo import (
     RlooAdvantage,
 )
 from megarl.errors import DataError
+from megarl.ops import group_moments
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -76,9 +78,11 @@ class Outcomes:
 
     def members(self, counted: Bools) -> Iterator[NDArray[np.int64]]:
         """Of every group the indices of its counted samples, one for each trajectory."""
-        once = counted & self.first_of_trajectory()
-        for label in np.unique(self.groups):
-            yield np.flatnonzero((self.groups == label) & once)
+        once = np.flatnonzero(counted & self.first_of_trajectory())
+        ordered = once[np.argsort(self.groups[once], kind="stable")]
+        labels = np.unique(self.groups)
+        if len(labels):
+            yield from np.split(ordered, np.searchsorted(self.groups[ordered], labels[1:]))
 
     def of_trajectories(self) -> "Outcomes":
         """Every sample with the length and the truncation of its whole trajectory."""
@@ -133,15 +137,13 @@ def group_advantages(section: GroupAdvantage, outcomes: Outcomes) -> Floats:
         silenced = silenced | outcomes.truncated
     if section.truncated_variant == "exclude":
         counted = counted & ~outcomes.truncated
+    once = counted & outcomes.first_of_trajectory()
+    compared, alone, batch = _compared(outcomes, once)
+    estimator = GROUP_ESTIMATORS[section.name]
     out = np.zeros(len(outcomes.rewards))
-    whole = _Batch.of(outcomes, counted)
-    for members in outcomes.members(counted):
-        group = outcomes.rewards[members]
-        if len(group) == 1 and section.singleton == "raw":
-            out[members] = GROUP_ESTIMATORS[section.name].singleton(section, group, whole)
-        elif len(group) > 1 and not _flat(group):
-            compute = GROUP_ESTIMATORS[section.name].compute
-            out[members] = compute(section, group, outcomes.lengths[members], whole)
+    out[compared.samples] = estimator.compute(section, compared, batch)
+    if section.singleton == "raw":
+        out[alone] = estimator.singleton(section, outcomes.rewards[alone], batch)
     out = outcomes.spread_over_trajectories(out)
     return np.where(silenced, 0.0, out)
 
@@ -153,63 +155,99 @@ class _Batch:
     rewards: Floats  # the counted ones
     informative: int  # of them, samples in groups that are not all equal
 
-    @classmethod
-    def of(cls, outcomes: Outcomes, counted: Bools) -> "_Batch":
-        groups = list(outcomes.members(counted))
-        rewards = [outcomes.rewards[m] for m in groups]
-        everything = np.concatenate(rewards) if rewards else np.zeros(0)
-        return cls(everything, sum(len(r) for r in rewards if len(r) > 1 and not _flat(r)))
+
+@dataclass(frozen=True)
+class _Compared:
+    """The K counted samples of groups that are not all equal, and the moments of their groups."""
+
+    samples: NDArray[np.int64]  # [K] indices of the batch, ascending
+    rewards: Floats  # [K]
+    lengths: NDArray[np.int64]  # [K]
+    group: NDArray[np.int64]  # [K] from 0 on
+    size: Floats  # [K] of the sample's group, and so below
+    mean: Floats
+    m2: Floats
+
+    @property
+    def centred(self) -> Floats:
+        return self.rewards - self.mean
+
+    def std(self, ddof: int) -> Floats:
+        return np.sqrt(self.m2 / (self.size - ddof))
+
+    def sums(self, values: Floats) -> Floats:
+        """Of every sample its group's sum."""
+        return np.asarray(np.bincount(self.group, weights=values)[self.group], np.float64)
 
 
-def _flat(rewards: Floats) -> bool:
-    """Not ``std == 0``: the mean of seven times 0.1 is not 0.1."""
-    return bool(rewards.max() == rewards.min())
+def _compared(outcomes: Outcomes, once: Bools) -> tuple[_Compared, NDArray[np.int64], _Batch]:
+    """What is compared, the samples that are alone in their groups, and the batch. ``once``: the
+    samples that count.
+    """
+    labels, group = np.unique(outcomes.groups, return_inverse=True)
+    moments = group_moments(
+        torch.tensor(outcomes.rewards), torch.tensor(group), torch.tensor(once), len(labels)
+    )
+    size, mean, m2, low, high = moments.numpy()[:, group]
+    # not M2 == 0: the mean of seven times 0.1 is not 0.1
+    several = np.flatnonzero(once & (size > 1) & (low < high))
+    compared = _Compared(
+        several,
+        outcomes.rewards[several],
+        outcomes.lengths[several],
+        group[several],
+        size[several],
+        mean[several],
+        m2[several],
+    )
+    alone = np.flatnonzero(once & (size == 1))
+    return compared, alone, _Batch(outcomes.rewards[once], len(several))
 
 
 def _std(rewards: Floats, ddof: int) -> float:
     return float(rewards.std(ddof=ddof)) if len(rewards) > ddof else 0.0
 
 
-def _centred(rewards: Floats) -> Floats:
-    return np.asarray(rewards - rewards.mean(), np.float64)
-
-
-def _grpo(section: GrpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+def _grpo(section: GrpoAdvantage, of: _Compared, batch: _Batch) -> Floats:
     if section.scale == "none":
-        return _centred(rewards)
-    whose = {"group": rewards, "batch": batch.rewards}[section.scale]
-    scale: float = _std(whose, section.ddof) + section.eps
-    return _centred(rewards) / scale
+        return of.centred
+    of_batch = np.asarray(_std(batch.rewards, section.ddof))
+    deviation: Floats = {"group": of.std(section.ddof), "batch": of_batch}[section.scale]
+    return np.asarray(of.centred / (deviation + section.eps), np.float64)
 
 
-def _dr_grpo(section: DrGrpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
-    return _centred(rewards)
+def _dr_grpo(section: DrGrpoAdvantage, of: _Compared, batch: _Batch) -> Floats:
+    return of.centred
 
 
-def _rloo(section: RlooAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
-    return _centred(rewards) * (len(rewards) / (len(rewards) - 1))
+def _rloo(section: RlooAdvantage, of: _Compared, batch: _Batch) -> Floats:
+    return of.centred * (of.size / (of.size - 1))
 
 
-def _grpo_loo(section: GrpoLooAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
-    out = np.empty_like(rewards)
-    for i, reward in enumerate(rewards):
-        others = np.delete(rewards, i)
-        spread = len(others) > section.ddof and not _flat(others)
-        scale = _std(others, section.ddof) + section.eps if spread else 1.0
-        out[i] = (reward - others.mean()) / scale
+def _grpo_loo(section: GrpoLooAdvantage, of: _Compared, batch: _Batch) -> Floats:
+    """Sample by sample: from the group's own moments the others' would cancel."""
+    out = np.empty_like(of.rewards)
+    order = np.argsort(of.group, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(of.group[order])) + 1):
+        rewards = of.rewards[members]
+        for k, i in enumerate(members):
+            others = np.delete(rewards, k)
+            spread = len(others) > section.ddof and others.max() > others.min()
+            scale = _std(others, section.ddof) + section.eps if spread else 1.0
+            out[i] = (rewards[k] - others.mean()) / scale
     return out
 
 
-def _opo(section: OpoAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
-    total = float(lengths.sum())
-    if total == 0:
-        return _centred(rewards)  # nothing of this group is trained
-    return rewards - float(lengths @ rewards) / total
+def _opo(section: OpoAdvantage, of: _Compared, batch: _Batch) -> Floats:
+    total = of.sums(of.lengths.astype(np.float64))
+    trained = total > 0  # else nothing of this group is, and the plain mean takes its place
+    weighted = of.sums(of.lengths * of.rewards) / np.where(trained, total, 1.0)
+    return np.where(trained, of.rewards - weighted, of.centred)
 
 
-def _gpg(section: GpgAdvantage, rewards: Floats, lengths: Any, batch: _Batch) -> Floats:
+def _gpg(section: GpgAdvantage, of: _Compared, batch: _Batch) -> Floats:
     scale: float = len(batch.rewards) / max(1, batch.informative) / section.f_norm
-    return _centred(rewards) * scale
+    return of.centred * scale
 
 
 def _raw(section: GroupAdvantage, rewards: Floats, batch: _Batch) -> Floats:
@@ -224,7 +262,7 @@ def _raw_scaled(section: GrpoAdvantage, rewards: Floats, batch: _Batch) -> Float
 
 @dataclass(frozen=True)
 class _Estimator:
-    compute: Callable[[Any, Floats, NDArray[np.int64], _Batch], Floats]
+    compute: Callable[[Any, _Compared, _Batch], Floats]
     singleton: Callable[[Any, Floats, _Batch], Floats] = _raw
 
 

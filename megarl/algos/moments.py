@@ -6,13 +6,15 @@ Parts (n, mean, M2 = sum of squared deviations) merge pairwise (Chan et al. 1979
     M2    = M2_a + M2_b + delta^2 n_a n_b / (n_a + n_b)
 
 E[x^2] - E[x]^2 would cancel. Parts are merged in the order given, so the result depends on how the
-batch is split at rounding level only.
+batch is split at rounding level only. A row's own moments: `megarl.ops.masked_moments`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from megarl import ops
 
 EPS = 1e-8  # inside the square root
 
@@ -24,12 +26,11 @@ class Moments:
     m2: float
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> "Moments":
-        """Of f32 or f64 values of any shape, in two passes of f64."""
-        x = values.double()
-        n = x.numel()
-        mean = float(x.mean()) if n else 0.0
-        return cls(n, mean, float(((x - mean) ** 2).sum()))
+    def of(cls, values: torch.Tensor, mask: torch.Tensor | None = None) -> "Moments":
+        """Of f32 or f64 values of any shape, those where ``mask``."""
+        counted = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        n, mean, m2 = ops.masked_moments(values.flatten(), counted.flatten()).tolist()
+        return cls(int(n), mean, m2)
 
     @property
     def variance(self) -> float:
@@ -53,7 +54,6 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
     """f64: (x - mean) / sqrt(variance + 1e-8) where ``mask``, 0 elsewhere. With fewer than two
     numbers there is no variance, and x stays as it is.
     """
-    x = values.double()
-    if moments.n >= 2:
-        x = (x - moments.mean) / (moments.variance + EPS) ** 0.5
-    return torch.where(mask, x, 0.0)
+    if moments.n < 2:
+        return torch.where(mask, values.double(), 0.0)
+    return ops.whiten(values, mask, mean=moments.mean, variance=moments.variance, eps=EPS)

@@ -12,15 +12,32 @@ from megarl.ops.fp8_block import (
     fp8_block_quant,
     fp8_block_quant_ref,
 )
+from megarl.ops.gae import (
+    discounted_returns,
+    discounted_returns_ref,
+    gae,
+    gae_backward_ref,
+    gae_ref,
+)
+from megarl.ops.group_moments import group_moments, group_moments_ref
+from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
+from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
 KERNELS = (
     "digest_partial",
+    "discounted_returns",
     "fp8_block_dequant",
     "fp8_block_quant",
+    "gae",
+    "gae_backward",
+    "group_moments",
+    "masked_moments",
     "policy_loss",
     "policy_sums",
     "segment_sum",
+    "steps_to_go",
+    "whiten",
 )
 """The ops that have a kernel, on a CPU at least."""
 
@@ -31,15 +48,28 @@ __all__ = [
     "digest",
     "digest_partial",
     "digest_partial_ref",
+    "discounted_returns",
+    "discounted_returns_ref",
     "finish",
     "fp8_block_dequant",
     "fp8_block_dequant_ref",
     "fp8_block_quant",
     "fp8_block_quant_ref",
+    "gae",
+    "gae_backward_ref",
+    "gae_ref",
+    "group_moments",
+    "group_moments_ref",
+    "masked_moments",
+    "masked_moments_ref",
     "merge",
     "native_devices",
     "native_library",
     "runs_native",
     "segment_sum",
     "segment_sum_ref",
+    "steps_to_go",
+    "steps_to_go_ref",
+    "whiten",
+    "whiten_ref",
 ]

@@ -68,10 +68,10 @@ def fp8_block_quant_ref(
     _check_finite(x)
     blocks = _blocks(x.float(), block_n, block_k)
     scales = blocks.abs().amax((1, 3)).clamp_min(eps) / E4M3_MAX
+    scales = torch.where(scales >= _SMALLEST_NORMAL, scales, 1.0)
     if power_of_two:
         bits = scales.view(torch.int32)
         scales = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    scales = torch.where(scales >= _SMALLEST_NORMAL, scales, 1.0)
     scaled = (blocks * (1 / scales)[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     codes = scaled.to(torch.float8_e4m3fn)
     codes = codes.view(blocks.shape[0] * block_n, blocks.shape[2] * block_k)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algos.token_advantages import at_last_trained, credit_previous, discounted_returns, gae
+from megarl.algos.token_advantages import at_last_trained, gae
+from megarl.ops import discounted_returns
 
 CLOSE = 1e-12
 
@@ -148,7 +149,9 @@ def test_a_tools_answer_costs_no_discount() -> None:
 def test_returns_are_the_recursion_over_trained_tokens(gamma: float) -> None:
     parts = sequences(seed=2)
     p = packed(parts)
-    found = discounted_returns(p["rewards"], p["mask"], p["cu_seqlens"], gamma=gamma)
+    found = discounted_returns(
+        p["rewards"], p["mask"], p["cu_seqlens"], gamma=gamma, credit_previous=False
+    )
     expected = []
     for s in parts:
         rewards = naive_rewards(s, credit=False)
@@ -176,9 +179,10 @@ def test_masked_rewards_move_to_the_trained_token_before_them_in_their_own_seque
     rewards = torch.tensor([9.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     mask = torch.tensor([0, 1, 0, 0, 1, 0, 1, 0]).bool()
     bounds = torch.tensor([0, 5, 5, 8], dtype=torch.int32)
-    found = credit_previous(rewards, mask, bounds)
+    found = discounted_returns(rewards, mask, bounds, gamma=0.0, credit_previous=True)
     assert found.tolist() == [0, 7, 0, 0, 8, 0, 96, 0]
-    assert credit_previous(torch.zeros(0), mask[:0], torch.tensor([0, 0])).tolist() == []
+    dropped = discounted_returns(rewards, mask, bounds, gamma=0.0, credit_previous=False)
+    assert dropped.tolist() == [0, 1, 0, 0, 8, 0, 32, 0]
 
 
 def test_an_outcome_lies_on_the_last_trained_token() -> None:
@@ -186,6 +190,7 @@ def test_an_outcome_lies_on_the_last_trained_token() -> None:
     bounds = torch.tensor([0, 4, 6, 6, 8], dtype=torch.int32)
     found = at_last_trained(torch.tensor([1.0, 2.0, 3.0, 4.0]), mask, bounds)
     assert found.tolist() == [0, 0, 1, 0, 0, 0, 4, 0]
+    assert at_last_trained(torch.zeros(2), mask[:0], torch.tensor([0, 0, 0])).tolist() == []
 
 
 def test_one_number_that_is_not_finite_stays_in_its_sequence() -> None:
