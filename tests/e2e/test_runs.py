@@ -47,7 +47,7 @@ def test_a_run_trains_syncs_reports_and_resumes(
     samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}  # sampled by the weights after step 2
 
-    assert_ops_are_accounted_for(run, microbatches=3)
+    assert_ops_are_accounted_for(run, microbatches=12)  # 3 steps, 4 updates each, of a row
 
     assert_training_again_from_the_recording_repeats(launch, inputs, run, tmp_path / "replay")
 
