@@ -7,5 +7,11 @@
 #include "common.h"
 
 STABLE_TORCH_LIBRARY(megarl, m) {
+  m.def(
+      "logprob_entropy(Tensor logits, Tensor targets, int first_column, int vocab_size, "
+      "float temperature) -> Tensor");
+  m.def(
+      "logprob_entropy_backward_(Tensor(a!) logits, Tensor targets, Tensor softmax, Tensor grads, "
+      "int first_column, int vocab_size, float temperature) -> ()");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
 }
