@@ -18,9 +18,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from opsbench import logprob_entropy
 from opsbench.measure import Row
 
-BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {}
+BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "logprob_entropy": logprob_entropy.rows,
+}
 """Op -> ``rows(quick)``; ``quick``: small sizes, to see that it runs."""
 
 COLUMNS = ("op", "case", "tokens", "threads", "vs_padded", "vs_loop", "vs_reference")
