@@ -165,8 +165,10 @@ MEGARL_INLINE void write_each(storage_t* x, int64_t width, const Gradient& of) {
       const auto packed = word::pack(of(word::first(w)), of(word::second(w)));
       std::memcpy(x + 2 * i, &packed, sizeof(packed));
     }
-    storage_t& last = x[width - 1];
-    if (width % 2) last = Logit<storage_t>::store(of(Logit<storage_t>::load(last)));
+    if (width % 2) {
+      storage_t& last = x[width - 1];
+      last = Logit<storage_t>::store(of(Logit<storage_t>::load(last)));
+    }
   }
 }
 
