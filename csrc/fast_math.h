@@ -58,9 +58,9 @@ MEGARL_MATH double scaled(double y, double shifted) {
   return bit_cast<double>(bit_cast<uint64_t>(y) + (bit_cast<uint64_t>(shifted) << 52));
 }
 
-// A number that does not decrease with x, one for all x that round to one integer; less than that of
-// any finite x, or more, for NaN.  Cheaper to take the largest of than x itself, whose comparison must
-// look after NaN.
+// A number that does not decrease with x from -2^22 on, one for all x that round to one integer, and
+// less than those for x below; for NaN any.  The largest of many takes one instruction each, where the
+// largest float, which has NaN to look after, takes several.
 MEGARL_MATH int32_t rounded_order(float x) { return bit_cast<int32_t>(x + 12582912.0f); }
 MEGARL_MATH int64_t rounded_order(double x) { return bit_cast<int64_t>(x + 6755399441055744.0); }
 
