@@ -20,6 +20,7 @@ from megarl.ops.gae import (
     gae_ref,
 )
 from megarl.ops.group_moments import group_moments, group_moments_ref
+from megarl.ops.logprob_entropy import logprob_entropy, logprob_entropy_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
@@ -32,6 +33,8 @@ KERNELS = (
     "gae",
     "gae_backward",
     "group_moments",
+    "logprob_entropy",
+    "logprob_entropy_backward_",
     "masked_moments",
     "policy_loss",
     "policy_sums",
@@ -60,6 +63,8 @@ __all__ = [
     "gae_ref",
     "group_moments",
     "group_moments_ref",
+    "logprob_entropy",
+    "logprob_entropy_ref",
     "masked_moments",
     "masked_moments_ref",
     "merge",
