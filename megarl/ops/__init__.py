@@ -4,7 +4,14 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import backends, call_counts, native_devices, native_library
+from megarl.ops._native import (
+    backends,
+    call_counts,
+    host_module,
+    native_devices,
+    native_library,
+)
+from megarl.ops.pack import RowPlan, pack_rows, pack_rows_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 
 KERNELS = ("segment_sum",)
@@ -12,10 +19,14 @@ KERNELS = ("segment_sum",)
 
 __all__ = [
     "KERNELS",
+    "RowPlan",
     "backends",
     "call_counts",
+    "host_module",
     "native_devices",
     "native_library",
+    "pack_rows",
+    "pack_rows_ref",
     "segment_sum",
     "segment_sum_ref",
 ]
