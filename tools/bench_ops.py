@@ -18,9 +18,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from opsbench import pack, routing_codec
 from opsbench.measure import Row
 
-BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {}
+BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "pack": pack.rows,
+    "routing_codec": routing_codec.rows,
+}
 """Op -> ``rows(quick)``; ``quick``: small sizes, to see that it runs."""
 
 COLUMNS = ("op", "case", "tokens", "threads", "vs_padded", "vs_loop", "vs_reference")

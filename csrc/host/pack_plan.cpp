@@ -9,8 +9,8 @@ namespace megarl {
 
 namespace {
 
-constexpr size_t kMostRounds = 256;     // of evening one microbatch
-constexpr size_t kMostAttempts = 1024;  // at evening two ranks
+constexpr size_t kMostRounds = 256;  // of evening one microbatch
+constexpr size_t kMostTransfers = 100000;  // between ranks; see the reference
 
 size_t index_of_max(const Numbers& x) { return std::max_element(x.begin(), x.end()) - x.begin(); }
 size_t index_of_min(const Numbers& x) { return std::min_element(x.begin(), x.end()) - x.begin(); }
@@ -121,7 +121,7 @@ void Plan::even_ranks(bool keep_slowest) {
   for (const Numbers& costs : row_costs_) {
     for (size_t r = 0; r < dp_; ++r) totals[r] += costs[r];
   }
-  size_t attempts = std::min(16 * dp_, kMostAttempts);
+  size_t attempts = std::min(16 * dp_, (kMostTransfers + num_ - 1) / num_);
   int64_t moved = 1;
   while (moved != 0 && attempts > 0) {
     const size_t high = index_of_max(totals);

@@ -101,6 +101,8 @@ def host_module() -> ModuleType | None:
     try:
         return importlib.import_module("megarl._host")
     except ImportError as e:  # not built, or for another Python
+        if native_library() is None:
+            return None  # nothing was built, and that has been said
         if any(_PACKAGE.glob("_host*.so")):
             _report(f"megarl._host does not load: {e}")
         else:

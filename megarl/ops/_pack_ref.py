@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MOST_LENGTHS = 256  # from which bucket lengths are chosen
 MOST_ROUNDS = 256  # of evening one microbatch
-MOST_ATTEMPTS = 1024  # at evening two ranks
+MOST_TRANSFERS = 100_000  # tried between ranks, as attempts at two of them times microbatches
 
 Place = tuple[int, int]  # (microbatch, rank)
 
@@ -185,7 +185,7 @@ class Plan:
         """
         dp = self.problem.dp
         totals = [sum(costs[r] for costs in self.row_costs) for r in range(dp)]
-        attempts, moved = min(16 * dp, MOST_ATTEMPTS), 1
+        attempts, moved = min(16 * dp, -(-MOST_TRANSFERS // self.num)), 1
         while moved and attempts:
             high = totals.index(max(totals))
             for low in sorted(range(dp), key=lambda r: (totals[r], r))[:attempts]:
