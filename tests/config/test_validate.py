@@ -253,7 +253,7 @@ SETTINGS = [
     Case(["algo.overlong={l_max: 20, l_cache: 4}",
           f"{STAGES}[{{max_new_tokens: 8, until_step: 3}},{{max_new_tokens: 12}}]"],
          {"algo.overlong": ["= 16", "rollout.length_stages[1].max_new_tokens = 12"]}),
-    Case(["parallel.pp=2", "parallel.dp=1", "train.row_buckets=3"],
+    Case(["train.row_buckets=3"],
          {"train.row_buckets": ["3 with parallel.pp=2", "1: pipeline stages need rows of one"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),

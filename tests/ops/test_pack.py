@@ -1,5 +1,6 @@
 """Samples are packed into rows that rank for rank and microbatch for microbatch cost alike."""
 
+import importlib
 import itertools
 import json
 import os
@@ -206,6 +207,28 @@ def test_a_hundred_thousand_samples_are_packed_in_no_time(kind: str, dp: int) ->
     assert totals.max() / totals.mean() < 1.001 or kind == "one giant"
     if os.environ.get("MEGARL_OPS") != "torch":
         assert min(times) < 1.0  # twice what it takes at most, for a busy machine
+
+
+@pytest.mark.parametrize("kind", range(5))
+@pytest.mark.parametrize("dp", [8, 32])
+def test_neither_way_that_is_usual_packs_tighter_or_evener(
+    kind: int, dp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Karmarkar-Karp and first fit, with the same lengths and costs."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    bench = importlib.import_module("opsbench.pack")
+    for count in (500, 1000):
+        _, sizes = [*bench.distributions(count)][kind]
+        found = bench.quality(bench.ours(sizes, dp, 1), sizes)
+        buckets = bench.quality(bench.ours(sizes, dp, 4), sizes)
+        for other in (bench.differencing(sizes, dp), bench.first_fit(sizes, dp)):
+            usual = bench.quality(other, sizes)
+            assert found.efficiency >= usual.efficiency
+            assert found.imbalance <= usual.imbalance + 1e-5
+            assert found.microbatches <= usual.microbatches
+            assert buckets.efficiency >= usual.efficiency
+            # What evens the ranks may cost single microbatches a little.
+            assert buckets.slowest <= 1.005 * usual.slowest
 
 
 GOOD: dict[str, Any] = {"sizes": [3, 4], "row_tokens": 8, "dp": 2}
