@@ -14,8 +14,9 @@ method 0   every id in ceil(log2 E) bits, the lowest first, in the order [L, M, 
 method 1   the lower, then the upper bytes of all ids in the order [M, L, K], Huffman-coded by zlib
 
 1. Method 1 is for files (``deflate``), and only where it is the smaller. With 128 experts it takes
-   84% of one byte an id where routing is skewed as a trained router's is, 75% where it is strongly
-   so, against the 87.5% of method 0, which is many times faster. Matches of zlib find nothing here.
+   80% of one byte an id where popularity is skewed, 69% where strongly so, against the 87.5% of
+   method 0, which is several times faster (tools/opsbench/routing_codec.py). zlib's search for
+   repeats finds nothing here and is off.
 2. An id outside 0..E-1, or twice in one token's K, is no routing: an error with position and value,
    on the way in and out.
 3. What ``decode`` is given may be damaged or hostile. It reads and allocates nothing before the

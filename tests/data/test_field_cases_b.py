@@ -39,7 +39,7 @@ def sample(length: int, group: int = 0, index: int = 0, prompt: int = 2, seed: i
         tokens=rng.integers(1, 24, length).astype(np.int32),
         mask=mask,
         rollout_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
-        rewards=np.array([index % 2], np.float32),
+        rewards=np.array([1 + index], np.float32),
         correct=False,
         truncated=False,
     )
@@ -108,7 +108,7 @@ def test_b1_a_rank_with_less_to_do_changes_no_gradient(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int], lengths: list[int]
 ) -> None:
     """Real Megatron over gloo: it ends, and with the gradients of one process."""
-    algo = {"policy": {"name": "reinforce"}, "advantage": {"name": "reinforce_pp"}}
+    algo = {"policy": {"name": "reinforce"}, "advantage": {"name": "grpo", "singleton": "raw"}}
     found = []
     for mesh in ({}, layout):
         results = pool.run(
