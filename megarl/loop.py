@@ -35,6 +35,7 @@ from megarl.errors import RunError
 from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
+from megarl.models.flops import pass_flops
 from megarl.models.spec import read_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
@@ -125,7 +126,8 @@ def train_step(parts: Parts, step: int) -> None:
         with timer("rollout"):
             samples, metrics = parts.source.take(step)
         with timer("plan"):
-            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp)
+            flops = pass_flops(parts.actor.spec)
+            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.errors import RunError
 from megarl.hostcomm import gather_and_share, gather_json
-from megarl.ops import KERNELS, backends, call_counts
+from megarl.ops import HOST_OPS, KERNELS, backends, call_counts
 
 log = logging.getLogger(__name__)
 
@@ -22,9 +22,9 @@ def agreed_backends(device: torch.device, group: dist.ProcessGroup) -> dict[str,
     RunError where ranks differ, as when one node was not built: numbers would differ in their last
     bits, and collectives in their order.
     """
-    mine = backends(KERNELS, device)
+    mine = backends([*KERNELS, *HOST_OPS], device)
     for rank, theirs in enumerate(gather_and_share(mine, group)):
-        unlike = sorted(op for op in KERNELS if theirs.get(op) != mine[op])
+        unlike = sorted(op for op in mine if theirs.get(op) != mine[op])
         if unlike:
             raise RunError(
                 f"rank {rank} runs {_named(theirs, unlike)}, another rank {_named(mine, unlike)}; "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.operators import describe, write_calls
-from megarl.ops import KERNELS
+from megarl.ops import HOST_OPS, KERNELS
 from tests.helpers.dist import WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 def test_ranks_that_agree_know_it(pool: WorkerPool) -> None:
     chosen = [{"policy_loss": "torch"}] * 2
     for found in pool.run("tests.work_operators:agreements", world=2, chosen=chosen):
-        assert found == {op: "native" for op in KERNELS} | {"policy_loss": "torch"}
+        assert found == {op: "native" for op in (*KERNELS, *HOST_OPS)} | {"policy_loss": "torch"}
 
 
 @pytest.mark.parametrize("odd", [0, 1])

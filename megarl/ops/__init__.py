@@ -4,7 +4,15 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import backends, call_counts, native_devices, native_library, runs_native
+from megarl.ops._native import (
+    HOST_OPS,
+    backends,
+    call_counts,
+    host_module,
+    native_devices,
+    native_library,
+    runs_native,
+)
 from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
@@ -22,6 +30,7 @@ from megarl.ops.gae import (
 from megarl.ops.group_moments import group_moments, group_moments_ref
 from megarl.ops.logprob_entropy import logprob_entropy, logprob_entropy_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
+from megarl.ops.pack import RowPlan, pack_rows, pack_rows_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
@@ -45,7 +54,9 @@ KERNELS = (
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
+    "HOST_OPS",
     "KERNELS",
+    "RowPlan",
     "backends",
     "call_counts",
     "digest",
@@ -63,6 +74,7 @@ __all__ = [
     "gae_ref",
     "group_moments",
     "group_moments_ref",
+    "host_module",
     "logprob_entropy",
     "logprob_entropy_ref",
     "masked_moments",
@@ -70,6 +82,8 @@ __all__ = [
     "merge",
     "native_devices",
     "native_library",
+    "pack_rows",
+    "pack_rows_ref",
     "runs_native",
     "segment_sum",
     "segment_sum_ref",

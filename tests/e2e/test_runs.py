@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.ops import KERNELS, backends
+from megarl.ops import HOST_OPS, KERNELS, backends
 from tests.e2e.conftest import Inputs, Launch
 
 pytestmark = pytest.mark.dist
@@ -68,7 +68,7 @@ def test_a_run_trains_syncs_reports_and_resumes(
 def assert_ops_are_accounted_for(run: Path, microbatches: int) -> None:
     """Training runs the compiled ops, and says so."""
     kept = json.loads((run / "ops.json").read_text())
-    assert kept["backends"] == backends(KERNELS, torch.device("cpu"))
+    assert kept["backends"] == backends([*KERNELS, *HOST_OPS], torch.device("cpu"))
     kind = kept["backends"]["policy_loss"]
     assert kept["calls"]["policy_loss"] == {kind: microbatches}
     said = (run / "logs/rank_0.log").read_text()
