@@ -96,7 +96,7 @@ def tensor_extension() -> Extension:
     return extension(
         "megarl._C",
         sources,
-        depends=glob("csrc/**/*.h", recursive=True),
+        depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/cuda/*.cuh"),
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args=flags,
