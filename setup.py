@@ -7,21 +7,14 @@ MAX_JOBS          compilers run at a time (default: the cores this process may u
 """
 
 import os
+import sys
 from glob import glob
 from typing import Any
 
 from setuptools import setup
 
-# The oldest torch whose stable ABI the library uses (2.10), as torch/csrc/stable wants it spelt.
-TORCH_TARGET_VERSION = "0x020a000000000000"
-# No contraction of a multiplication and an addition into one rounding: the versions of a loop for
-# AVX-512, AVX2 and the baseline, and the CUDA kernels, do one arithmetic (csrc/cpu/simd.h). The
-# other two let loops with branches become vector instructions; no value depends on them.
-CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
-CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
-NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false"]
-# Hopper and Blackwell; used where the build machine has no GPU to ask.
-CUDA_ARCHS = "9.0;10.0"
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "build_backend"))
+from native_flags import CUDA_ARCHS, CXX_FLAGS, NVCC_FLAGS, TORCH_TARGET_VERSION
 
 
 def native_extension() -> dict[str, Any]:
@@ -36,7 +29,7 @@ def native_extension() -> dict[str, Any]:
     extension = cpp_extension.CppExtension
     if wants_cuda(torch.version.cuda, cpp_extension.CUDA_HOME):
         if not torch.cuda.is_available():
-            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(CUDA_ARCHS))
         sources += sorted(glob("csrc/cuda/*.cu"))
         macros.append(("USE_CUDA", None))
         flags["nvcc"] = NVCC_FLAGS
@@ -44,7 +37,7 @@ def native_extension() -> dict[str, Any]:
     module = extension(
         "megarl._C",
         sources,
-        depends=glob("csrc/**/*.h", recursive=True),
+        depends=glob("csrc/**/*.h", recursive=True) + glob("csrc/cuda/*.cuh"),
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args=flags,

@@ -39,6 +39,7 @@ from megarl.models.spec import read_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
+from megarl.ops import NativeMismatch, verify_all
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
@@ -167,6 +168,8 @@ def _build(
         mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
     )
     stack.callback(destroy_parallel)
+    stop.where = "checking the compiled operators"
+    _check_kernels(parallel)
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
@@ -235,6 +238,16 @@ def ranks_of(parallel: Parallel) -> Ranks:
 def mesh_of(config: Config) -> Mesh:
     p = config.parallel
     return Mesh(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp or p.tp, vpp=p.vpp)
+
+
+def _check_kernels(parallel: Parallel) -> None:
+    """One rank's wrong kernel stops all of them, before anything is trained."""
+    error: Exception | None = None
+    try:
+        verify_all(parallel.device)
+    except NativeMismatch as e:
+        error = e
+    agree(error, parallel.host, "checking the compiled operators")
 
 
 def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:

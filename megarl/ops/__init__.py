@@ -4,7 +4,15 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import backends, call_counts, native_devices, native_library, runs_native
+from megarl.ops._native import (
+    backends,
+    call_counts,
+    native_devices,
+    native_library,
+    runs_native,
+    verify_all,
+)
+from megarl.ops._selfcheck import NativeMismatch
 from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
@@ -21,6 +29,7 @@ from megarl.ops.gae import (
 )
 from megarl.ops.group_moments import group_moments, group_moments_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
+from megarl.ops.policy_loss import PolicyLoss, PolicyRow, PolicyTerms, policy_loss, policy_sums
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
@@ -43,6 +52,10 @@ KERNELS = (
 
 __all__ = [
     "KERNELS",
+    "NativeMismatch",
+    "PolicyLoss",
+    "PolicyRow",
+    "PolicyTerms",
     "backends",
     "call_counts",
     "digest",
@@ -65,11 +78,14 @@ __all__ = [
     "merge",
     "native_devices",
     "native_library",
+    "policy_loss",
+    "policy_sums",
     "runs_native",
     "segment_sum",
     "segment_sum_ref",
     "steps_to_go",
     "steps_to_go_ref",
+    "verify_all",
     "whiten",
     "whiten_ref",
 ]
