@@ -82,7 +82,9 @@ def build_library(
             target = _object_of(source, out)
             commands[target] = cuda_command(source, target, cuda_arch, compilers.nvcc)
         linker = [compilers.nvcc]  # it knows where its runtime library is
-        libraries += ["torch_cuda"] * (_torch_lib() / "libtorch_cuda.so").exists()
+        # A CPU build of torch has neither; the library is then linked, but does not load.
+        for name in ("c10_cuda", "torch_cuda"):
+            libraries += [name] * (_torch_lib() / f"lib{name}.so").exists()
     run_all(commands.values(), compilers.jobs)
     link = [*linker, "-shared", *map(str, commands), f"-L{_torch_lib()}"]
     run_all([[*link, *(f"-l{name}" for name in libraries), "-o", str(out)]], 1)
