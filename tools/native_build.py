@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ class BuildError(RuntimeError):
 class Compilers:
     """``jobs``: how many run at a time."""
 
-    cxx: str = os.environ.get("CXX") or "g++"
+    cxx: str = os.environ.get("CXX") or ("g++" if shutil.which("g++") else "c++")
     nvcc: str = "nvcc"
     jobs: int = int(os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0)))
 

@@ -5,8 +5,10 @@ specification; the kernel, where one is loaded for the device, is only faster.
 """
 
 from megarl.ops._native import (
+    HOST_OPS,
     backends,
     call_counts,
+    host_module,
     native_devices,
     native_library,
     runs_native,
@@ -28,7 +30,9 @@ from megarl.ops.gae import (
     gae_ref,
 )
 from megarl.ops.group_moments import group_moments, group_moments_ref
+from megarl.ops.logprob_entropy import logprob_entropy, logprob_entropy_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
+from megarl.ops.pack import RowPlan, pack_rows, pack_rows_ref
 from megarl.ops.policy_loss import PolicyLoss, PolicyRow, PolicyTerms, policy_loss, policy_sums
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
@@ -41,6 +45,8 @@ KERNELS = (
     "gae",
     "gae_backward",
     "group_moments",
+    "logprob_entropy",
+    "logprob_entropy_backward_",
     "masked_moments",
     "policy_loss",
     "policy_sums",
@@ -51,11 +57,13 @@ KERNELS = (
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
+    "HOST_OPS",
     "KERNELS",
     "NativeMismatch",
     "PolicyLoss",
     "PolicyRow",
     "PolicyTerms",
+    "RowPlan",
     "backends",
     "call_counts",
     "digest",
@@ -73,11 +81,16 @@ __all__ = [
     "gae_ref",
     "group_moments",
     "group_moments_ref",
+    "host_module",
+    "logprob_entropy",
+    "logprob_entropy_ref",
     "masked_moments",
     "masked_moments_ref",
     "merge",
     "native_devices",
     "native_library",
+    "pack_rows",
+    "pack_rows_ref",
     "policy_loss",
     "policy_sums",
     "runs_native",
