@@ -1,4 +1,4 @@
-"""Which implementation of every op a run uses: checked and said at its start, counted at its end."""
+"""Which implementation of every op a run uses: checked at its start, counted at its end."""
 
 import json
 import logging
