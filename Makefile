@@ -35,21 +35,10 @@ lint:  ## ruff and mypy
 	@$(PYTHON_VENV) -m ruff check .
 	@$(PYTHON_VENV) -m mypy
 
-# torch's stable ABI needs no CUDA headers of torch's own, so the kernels compile, unlinked, against a
-# CPU build of torch.  It proves that they compile, not that they run: docs/gpu-verification.md.
-check-cuda:  ## compile the CUDA kernels without a GPU
+# It proves that they compile, not that they run: docs/gpu-verification.md.
+check-cuda:  ## compile the CUDA kernels without a GPU (NVCC=/path/to/nvcc)
 	@tools/setup_env.sh run
-	@command -v $(NVCC) >/dev/null || { echo "check-cuda: $(NVCC) not found; set NVCC=/path/to/nvcc"; exit 1; }
-	@set -e; object=$$(mktemp --suffix=.o); trap 'rm -f $$object' EXIT; \
-	include=$$(echo .venv/lib/python3.*/site-packages/torch/include); \
-	target=$$(sed -n 's/^TORCH_TARGET_VERSION = "\(.*\)"/\1/p' setup.py); \
-	for source in csrc/cuda/*.cu; do \
-	  for sm in 90 100; do \
-	    $(NVCC) -c -std=c++17 --fmad=false -DUSE_CUDA -DTORCH_TARGET_VERSION=$$target -isystem $$include \
-	      -gencode arch=compute_$$sm,code=sm_$$sm --Werror all-warnings -o $$object $$source; \
-	    echo "$$source: compiles for sm_$$sm"; \
-	  done; \
-	done
+	@$(PYTHON_VENV) tools/native_build.py check-cuda --nvcc $(NVCC)
 
 clean:  ## remove builds and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info megarl/_C*.so megarl/_host*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

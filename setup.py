@@ -22,17 +22,9 @@ from typing import Any
 
 from setuptools import Extension, setup
 
-# The oldest torch whose stable ABI the library uses (2.10), as torch/csrc/stable wants it spelt.
-TORCH_TARGET_VERSION = "0x020a000000000000"
-# No contraction of a multiplication and an addition into one rounding: the versions of a loop for
-# AVX-512, AVX2 and the baseline, and the CUDA kernels, do one arithmetic (csrc/cpu/simd.h). The
-# other two let loops with branches become vector instructions; no value depends on them.
-CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
-CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
-HOST_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
-NVCC_FLAGS = ["-O3", "-std=c++17", "--fmad=false"]
-# Hopper and Blackwell; used where the build machine has no GPU to ask.
-CUDA_ARCHS = "9.0;10.0"
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "build_backend"))
+from native_flags import CUDA_ARCHS, CXX_FLAGS, HOST_FLAGS, NVCC_FLAGS, TORCH_TARGET_VERSION
+
 LOST = (
     "It is installed without its compiled operators: each runs its torch or Python reference, "
     "which gives the same values and is slower."
@@ -88,7 +80,7 @@ def tensor_extension() -> Extension:
     extension = cpp_extension.CppExtension
     if wants_cuda(torch.version.cuda, cpp_extension.CUDA_HOME):
         if not torch.cuda.is_available():
-            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHS)
+            os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(CUDA_ARCHS))
         sources += sorted(glob("csrc/cuda/*.cu"))
         macros.append(("USE_CUDA", None))
         flags["nvcc"] = NVCC_FLAGS

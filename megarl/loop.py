@@ -40,7 +40,7 @@ from megarl.models.spec import read_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
-from megarl.operators import agreed_backends, all_calls, describe, write_calls
+from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
@@ -181,7 +181,9 @@ def _build(
         mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
     )
     stack.callback(destroy_parallel)
+    stop.where = "checking the compiled operators"
     ops = agreed_backends(parallel.device, parallel.host)
+    check_kernels(parallel.device, parallel.host)
     log.info(describe(ops, parallel.device))
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"

@@ -1,4 +1,4 @@
-"""Which implementation of every op a run uses: said at its start, counted at its end."""
+"""Which implementation of every op a run uses: checked at its start, counted at its end."""
 
 import json
 import logging
@@ -10,8 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RunError
-from megarl.hostcomm import gather_and_share, gather_json
-from megarl.ops import HOST_OPS, KERNELS, backends, call_counts
+from megarl.hostcomm import agree, gather_and_share, gather_json
+from megarl.ops import (
+    HOST_OPS,
+    KERNELS,
+    NativeMismatch,
+    backends,
+    call_counts,
+    verify_all,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,18 @@ def agreed_backends(device: torch.device, group: dist.ProcessGroup) -> dict[str,
                 "MEGARL_OPS=native to find the one that is not, MEGARL_OPS=torch to do without"
             )
     return mine
+
+
+def check_kernels(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Compare the kernels of a GPU with their references, before anything is trained. Collective:
+    one rank's wrong kernel stops all of them.
+    """
+    error: Exception | None = None
+    try:
+        verify_all(device)
+    except NativeMismatch as e:
+        error = e
+    agree(error, group, "checking the compiled operators")
 
 
 def describe(chosen: dict[str, str], device: torch.device) -> str:

@@ -30,6 +30,14 @@ def test_a_rank_that_runs_another_implementation_ends_the_run_on_all(
     assert found[odd].startswith(f"rank {1 - odd} runs gae native, another rank gae torch; build")
 
 
+def test_one_ranks_wrong_kernel_ends_the_run_on_all(pool: WorkerPool) -> None:
+    found = pool.run("tests.work_operators:checked_kernels", world=2, wrong=1)
+    text = "NativeMismatch: the compiled gae does not agree with its reference"
+    assert found[1] == text
+    assert found[0] == f"RunError: checking the compiled operators failed on rank 1: {text}"
+    assert pool.run("tests.work_operators:checked_kernels", world=2, wrong=9) == ["went on"] * 2
+
+
 def test_calls_of_all_ranks_are_added(pool: WorkerPool) -> None:
     ranks = pool.run("tests.work_operators:counted", world=2, calls=3)
     assert ranks[1][1] is None

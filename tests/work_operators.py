@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from megarl import operators
 from megarl.errors import RunError
-from megarl.ops import segment_sum
+from megarl.ops import NativeMismatch, segment_sum
 
 
 def agreements(rank: int, chosen: list[dict[str, str]]) -> dict[str, str] | str:
@@ -27,3 +27,21 @@ def counted(rank: int, calls: int) -> tuple[int, dict[str, int] | None]:
         segment_sum(torch.ones(2), torch.tensor([0, 2]))
     total = operators.all_calls(dist.group.WORLD)
     return before, None if total is None else total["segment_sum"]
+
+
+def checked_kernels(rank: int, wrong: int) -> str:
+    """The error's text where the kernels of rank ``wrong`` are not what they should be."""
+    original = operators.verify_all
+
+    def verify_all(device: torch.device) -> None:
+        if rank == wrong:
+            raise NativeMismatch("the compiled gae does not agree with its reference")
+
+    operators.verify_all = verify_all
+    try:
+        operators.check_kernels(torch.device("cuda"), dist.group.WORLD)
+    except RuntimeError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        operators.verify_all = original
+    return "went on"

@@ -12,7 +12,9 @@ from megarl.ops._native import (
     native_devices,
     native_library,
     runs_native,
+    verify_all,
 )
+from megarl.ops._selfcheck import NativeMismatch
 from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
@@ -31,6 +33,7 @@ from megarl.ops.group_moments import group_moments, group_moments_ref
 from megarl.ops.logprob_entropy import logprob_entropy, logprob_entropy_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
 from megarl.ops.pack import RowPlan, pack_rows, pack_rows_ref
+from megarl.ops.policy_loss import PolicyLoss, PolicyRow, PolicyTerms, policy_loss, policy_sums
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
@@ -56,6 +59,10 @@ KERNELS = (
 __all__ = [
     "HOST_OPS",
     "KERNELS",
+    "NativeMismatch",
+    "PolicyLoss",
+    "PolicyRow",
+    "PolicyTerms",
     "RowPlan",
     "backends",
     "call_counts",
@@ -84,11 +91,14 @@ __all__ = [
     "native_library",
     "pack_rows",
     "pack_rows_ref",
+    "policy_loss",
+    "policy_sums",
     "runs_native",
     "segment_sum",
     "segment_sum_ref",
     "steps_to_go",
     "steps_to_go_ref",
+    "verify_all",
     "whiten",
     "whiten_ref",
 ]

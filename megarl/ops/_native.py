@@ -7,6 +7,7 @@
            reason
   native   as above, but a missing extension or kernel is an ImportError (for clusters and CI)
   torch    the references: the same values, slower
+`MEGARL_LIBRARY` names a library to load instead of the package's (tools/verify_gpu.py, tests).
 On CUDA a kernel is compared with its reference before it is first used (`_selfcheck.py`).
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megarl.ops._selfcheck import verify
+from megarl.ops._selfcheck import checked_ops, verify
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,10 @@ def native_library() -> Path | None:
     if choice() == "torch":
         log.info("MEGARL_OPS=torch: every op runs its torch reference")
         return None
+    given = os.environ.get("MEGARL_LIBRARY")
+    if given:
+        torch.ops.load_library(given)  # asked for by name: there is no other to fall back on
+        return Path(given)
     path = next(iter(sorted(_PACKAGE.glob("_C*.so"))), None)
     if path is None:
         _report(f"there is no _C*.so in {_PACKAGE}: it was not built, {_NEEDED}")
@@ -94,6 +99,17 @@ def runs_native(op: str, device: torch.device) -> bool:
         verify(op, device, native_library())
     count_call(op, native)
     return native
+
+
+def verify_all(device: torch.device) -> None:
+    """Compare every kernel that ``device`` has with its reference now, as a run starts, and not in
+    the midst of a step. On a CPU, whose kernels the tests check, nothing. Raises NativeMismatch.
+    """
+    if device.type == "cpu":
+        return
+    for op in checked_ops():
+        if device.type in native_devices(op):
+            verify(op, device, native_library())
 
 
 @cache
