@@ -109,7 +109,7 @@ TOTALS = (
 class PolicyTerms:
     """What is computed. ``parameters``: names of ``PARAMETERS``, 0 where absent; infinite for a
     bound that is none. ``all_metrics``: off, only losses, clip fractions and the mean log-ratio
-    are summed, and the further totals are 0.
+    are summed; the further totals are 0, the extremes infinite.
     """
 
     objective: str

@@ -6,7 +6,7 @@ The torch form of the objectives is compared with the op on every row that tests
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,9 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.algos.segments import Segments
 from megarl.ops import _native
 from megarl.ops.policy_loss import (
+    KL_TYPES,
+    KL_WEIGHTS,
     OBJECTIVES,
+    OPSM,
     SUMS,
     TOTALS,
     PolicyLoss,
@@ -27,6 +31,8 @@ from megarl.ops.policy_loss import (
     policy_loss,
     policy_sums,
 )
+from megarl.types import Coefficients, LossInputs
+from tests.algos import ragged
 from tests.ops.plain_policy import REALS, WHOLE_SEQUENCES, Plain, Sums, plain
 from tests.ops.policy_rows import KINDS, SPOILT, as_numpy, combinations, row, terms, without
 
@@ -339,3 +345,40 @@ def test_rows_of_any_shape_are_as_written(lengths, kind, objective, spread, seed
     whole = row(kind, lengths=lengths, seed=seed, spread=spread)
     given_terms = terms(objective, all_metrics=all_metrics)
     assert_as_written(whole, given_terms, policy_loss(whole, given_terms), 1e-11)
+
+
+SETTINGS = [
+    *({"name": name} for name in ("reinforce", "sft", "ppo_clip", "sapo", "minirl", "kl_cov")),
+    {"name": "ppo_clip", "dual_clip": 1.5},
+    {"name": "cispo", "w_max": 1.2, "ppo_mask": True, "eps_low": 0.2, "eps_high": 0.3},
+    {"name": "aspo", "entropy_quantile": 0.8},
+    *({"name": n, "eps_low": 0.1, "eps_high": 0.2} for n in ("gspo", "gspo_token", "gmpo")),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 40), max_size=6).map(tuple),
+    st.sampled_from(KINDS),
+    st.sampled_from(SETTINGS),
+    st.sampled_from(KL_TYPES[1:]),
+    st.sampled_from(KL_WEIGHTS),
+    st.sampled_from(OPSM),
+    st.integers(0, 2**31),
+)
+def test_rows_of_any_shape_are_as_the_objectives_specify(
+    lengths, kind, policy, kl_type, kl_weight, opsm, seed
+):
+    """``ragged.evaluate`` compares loss, gradients and every metric with ``Objective.evaluate``."""
+    whole = row(kind, lengths=lengths, seed=seed)
+    values = {f.name: getattr(whole, f.name) for f in fields(LossInputs)}
+    for name in ("logprobs", "entropy"):
+        values[name].requires_grad_()
+    ragged.evaluate(
+        policy,
+        LossInputs(**values),
+        Segments(whole.cu_seqlens),
+        kl={"type": kl_type, "is_weight": kl_weight},
+        opsm={"delta": 0.02, "against": opsm} if opsm else None,
+        coefficients=Coefficients(kl=0.2, entropy=0.1 * (seed % 2)),
+    )
