@@ -52,5 +52,5 @@ check-cuda:  ## compile the CUDA kernels without a GPU
 	done
 
 clean:  ## remove builds and caches; .venv and runs/ stay
-	rm -rf build dist *.egg-info megarl/_C*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist *.egg-info megarl/_C*.so megarl/_host*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -8,11 +8,14 @@ whichever build is the default. So it is not listed; instead:
 2. A build looks for torch where the environment being installed into keeps its packages. Isolation
    hides that folder, but the interpreter is the environment's own and `sysconfig` still names it.
 3. Without torch there, the build stops at once and says what to do.
+4. Without a C++ compiler, what was built is the package without its compiled operators (setup.py).
+   pip shows nothing of a build that succeeds, so this is said past it.
 """
 
 import importlib
 import importlib.util
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -50,14 +53,16 @@ def build_wheel(
     directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     _expose_torch()
-    return build_meta.build_wheel(directory, config_settings, metadata_directory)
+    with _said_aloud():
+        return build_meta.build_wheel(directory, config_settings, metadata_directory)
 
 
 def build_editable(
     directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     _expose_torch()
-    return build_meta.build_editable(directory, config_settings, metadata_directory)
+    with _said_aloud():
+        return build_meta.build_editable(directory, config_settings, metadata_directory)
 
 
 def build_sdist(directory: str, config_settings: Settings = None) -> str:
@@ -72,6 +77,27 @@ def _metadata_only() -> Iterator[None]:
         yield
     finally:
         del os.environ["MEGARL_METADATA_ONLY"]
+
+
+@contextmanager
+def _said_aloud() -> Iterator[None]:
+    """What setup.py leaves out, also on the stderr of the front end, which is the parent process.
+
+    Only where that is a terminal or a pipe: what another process writes into an ordinary file is
+    overwritten by the one that has it open.
+    """
+    os.environ.pop("MEGARL_NOT_COMPILED", None)
+    yield
+    if (warning := os.environ.get("MEGARL_NOT_COMPILED")) is None:
+        return
+    try:
+        target = os.open(f"/proc/{os.getppid()}/fd/2", os.O_WRONLY | os.O_NOCTTY)
+    except OSError:  # not on Linux, or not ours to write to
+        return
+    with os.fdopen(target, "w") as stderr:
+        kind = os.fstat(target).st_mode
+        if stat.S_ISFIFO(kind) or stat.S_ISCHR(kind):
+            print(f"\n{warning}", file=stderr)
 
 
 def _expose_torch() -> None:

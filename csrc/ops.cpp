@@ -27,6 +27,12 @@ STABLE_TORCH_LIBRARY(megarl, m) {
   m.def(
       "steps_to_go(Tensor step_rewards, Tensor step_ends, Tensor step_offsets, Tensor cu_seqlens, "
       "int num_tokens) -> Tensor");
+  m.def(
+      "logprob_entropy(Tensor logits, Tensor targets, int first_column, int vocab_size, "
+      "float temperature) -> Tensor");
+  m.def(
+      "logprob_entropy_backward_(Tensor(a!) logits, Tensor targets, Tensor softmax, Tensor grads, "
+      "int first_column, int vocab_size, float temperature) -> ()");
   m.def("segment_sum(Tensor values, Tensor cu_seqlens) -> Tensor");
   m.def(
       "policy_sums(Tensor logprobs, Tensor old_logprobs, Tensor advantages, Tensor weight, "

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common.h"
-#include "policy_math.h"
+#include "policy_objectives.h"
 
 #include <optional>
 #include <tuple>

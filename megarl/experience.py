@@ -57,9 +57,16 @@ def needs_recorded_values(config: Config) -> bool:
     return config.algo.needs_values and config.critic.lr is None
 
 
-def make_plan(samples: Sequence[Sample], config: Config, mesh: Mesh, dp_rank: int) -> TrainPlan:
+def make_plan(
+    samples: Sequence[Sample],
+    config: Config,
+    mesh: Mesh,
+    dp_rank: int,
+    flops: tuple[int, int] = (1, 0),
+) -> TrainPlan:
     """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept
-    whole. Without advantages and weights yet.
+    whole. Without advantages and weights yet. ``flops``: the model's, of a token and of a pair of
+    tokens (``models/flops.py``).
     """
     _check_steps(samples)
     samples = trained_samples(samples, config.algo)
@@ -76,11 +83,16 @@ def make_plan(samples: Sequence[Sample], config: Config, mesh: Mesh, dp_rank: in
             segment_multiple=mesh.segment_multiple,
             row_multiple=mesh.row_multiple,
             rows_multiple=mesh.rows_multiple,
+            buckets=config.train.row_buckets,
+            flops=flops,
         )
-        build = partial(
-            build_row, samples, length=rows.length, segment_multiple=mesh.segment_multiple
+        build = partial(build_row, samples, segment_multiple=mesh.segment_multiple)
+        steps.append(
+            [
+                build([part[k] for k in row], length=length)
+                for row, length in zip(rows.rows[dp_rank], rows.lengths, strict=True)
+            ]
         )
-        steps.append([build([part[k] for k in row]) for row in rows.rows[dp_rank]])
         tokens.append(sum(samples[i].trained_tokens for i in part))
     if config.algo.old_logprobs == "rollout":
         for row in (row for rows in steps for row in rows):

@@ -35,10 +35,12 @@ from megarl.errors import RunError
 from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
+from megarl.models.flops import pass_flops
 from megarl.models.spec import read_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
+from megarl.operators import agreed_backends, all_calls, describe, write_calls
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
@@ -64,6 +66,7 @@ class Parts:
     timer: PhaseTimer
     stop: StopRequest
     controllers: Controllers
+    ops: dict[str, str]  # which implementation of every op runs
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -103,7 +106,17 @@ def _steps(parts: Parts, step: int) -> None:
     if saved != step:
         save(parts, step)
     stop.where = "end"
+    _account_for_ops(parts)
     parts.reporter.finish(step)
+
+
+def _account_for_ops(parts: Parts) -> None:
+    """How often each op was called, on all ranks together."""
+    calls = all_calls(parts.parallel.host)
+    if calls is not None:
+        line = write_calls(parts.rundir.ops, parts.ops, calls)
+        log.info(line)
+        parts.reporter.note(line)
 
 
 def train_step(parts: Parts, step: int) -> None:
@@ -113,7 +126,8 @@ def train_step(parts: Parts, step: int) -> None:
         with timer("rollout"):
             samples, metrics = parts.source.take(step)
         with timer("plan"):
-            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp)
+            flops = pass_flops(parts.actor.spec)
+            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
@@ -167,6 +181,8 @@ def _build(
         mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
     )
     stack.callback(destroy_parallel)
+    ops = agreed_backends(parallel.device, parallel.host)
+    log.info(describe(ops, parallel.device))
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
@@ -198,6 +214,7 @@ def _build(
         resume_step=resume,
     )
     stack.callback(reporter.close)
+    reporter.note(describe(ops, parallel.device))
     stop.where = "starting the source of samples"
     surroundings = Surroundings(config, rundir, job, parallel, actor, stop)
     source = SOURCES[config.run.mode](surroundings)
@@ -208,7 +225,7 @@ def _build(
         controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
-        *(PhaseTimer(), stop, controllers),
+        *(PhaseTimer(), stop, controllers, ops),
     )
     return parts, step
 

@@ -8,6 +8,7 @@
     logs/                     rank_N.log, server_K.log, torchrun_LAUNCH_NODE.log
     errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
     metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
+    ops.json                  which ops ran compiled, and how often each was called
     samples/step_N.jsonl      samples for people
     rollouts/step_N.npz       all samples, for train_only runs
     checkpoints/step_N/
@@ -73,6 +74,10 @@ class RunDir:
     @property
     def report(self) -> Path:
         return self.root / "report.html"
+
+    @property
+    def ops(self) -> Path:
+        return self.root / "ops.json"
 
     @property
     def samples(self) -> Path:

@@ -73,7 +73,7 @@ class Completion:
     logprobs: NDArray[np.float32]  # [Lc]
     finish: Finish
     version_spans: tuple[VersionSpan, ...]
-    routing: NDArray[np.int32] | None = None  # [L - 1, M, K]; the last token was never routed
+    routing: NDArray[Any] | None = None  # u8 | u16 [L - 1, M, K]; the last token was never routed
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Sample:
     correct: bool  # raw correctness, before any shaping
     truncated: bool
     version_spans: tuple[VersionSpan, ...] = ()
-    routing: NDArray[np.int32] | None = None
+    routing: NDArray[Any] | None = None  # u8 | u16 [L - 1, M, K]
     trajectory: int | None = (
         None  # samples of one episode share it and its reward; None: an episode
     )
@@ -197,9 +197,9 @@ ONLY_POLICY = Coefficients()
 class TrainPlan:
     """What one data-parallel rank trains: ``steps[optimizer step][microbatch]``.
 
-    Every rank has the same number of microbatches in each step; a rank without data gets empty
-    rows. ``trained_tokens``: of all ranks, of every optimizer step. ``names``: of every sample, for
-    errors."""
+    Every rank has the same number of microbatches in each step, each of one length on all ranks; a
+    rank without data gets empty rows. ``trained_tokens``: of all ranks, of every optimizer step.
+    ``names``: of every sample, for errors."""
 
     steps: list[list[PackedBatch]]
     trained_tokens: list[int]

@@ -18,14 +18,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from opsbench import digest, fp8_block, gae, policy_loss
+from opsbench import (
+    digest,
+    fp8_block,
+    gae,
+    logprob_entropy,
+    pack,
+    policy_loss,
+    routing_codec,
+)
 from opsbench.measure import Row
 
 BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
     "digest": digest.rows,
     "fp8_block": fp8_block.rows,
     "gae": gae.rows,
+    "logprob_entropy": logprob_entropy.rows,
+    "pack": pack.rows,
     "policy_loss": policy_loss.rows,
+    "routing_codec": routing_codec.rows,
 }
 """Op -> ``rows(quick)``; ``quick``: small sizes, to see that it runs."""
 

@@ -59,6 +59,7 @@ def main() -> int:
         "seconds_run": round(time.monotonic() - start, 1),
         "seconds_by_phase": commands.seconds,
         "layout": config["parallel"],
+        "ops": json.loads((DEMO / "rl" / "ops.json").read_text()),
         "hf_before": str(DEMO / "hf_before"),
         "hf_after": str(DEMO / "hf_after"),
         "heldout": str(DEMO / "data/heldout.jsonl"),

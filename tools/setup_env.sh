@@ -41,12 +41,15 @@ main() {
   [[ $python != python3.11 ]] || step megatron "$deps_key" "megatron-core" install_megatron_on_311
   [[ $group != dev ]] || step deps-dev "$deps_key" "test and lint tools" install_packages dev
 
-  local sources
+  local sources compiler key
   sources=$(find csrc build_backend -type f -not -name '*.pyc' | LC_ALL=C sort)
-  [[ -f megarl/_C.abi3.so ]] || rm -f "$stamps/package"
+  compiler=$(find_compiler)
+  if [[ -n $compiler ]] && ! ls megarl/_C.abi3.so megarl/_host.*.so >/dev/null 2>&1; then
+    rm -f "$stamps/package"
+  fi
   # shellcheck disable=SC2086  # file names, without spaces
-  step package "$(hash_of pyproject.toml setup.py $sources) $torch_build ${MEGARL_CUDA:-auto}" \
-    "megarl and its compiled operators" install_megarl
+  key="$(hash_of pyproject.toml setup.py $sources) $torch_build ${MEGARL_CUDA:-auto} ${compiler:-none}"
+  step package "$key" "megarl and its compiled operators" install_megarl
   # What set-up has cost so far, for the demo's summary; a repeat adds nothing worth counting.
   local spent=0
   [[ ! -f $stamps/seconds ]] || spent=$(<"$stamps/seconds")
@@ -98,13 +101,15 @@ install_megatron_on_311() {
 }
 
 install_megarl() {
-  command -v "${CXX:-c++}" >/dev/null || {
-    echo "no C++ compiler found (${CXX:-c++}): install g++ 9 or newer, or set CXX"
-    return 1
-  }
+  local required=native
+  if [[ -z $compiler ]]; then
+    required=${MEGARL_OPS:-}
+    say "warning: no C++ compiler (${CXX:-c++ or g++}): megarl runs without its compiled operators," \
+      "slower; install g++ 9 or newer, or set CXX, and repeat" >&3
+  fi
   # Without isolation: the build tools come from .venv, so that a rebuild needs no network.
   pip install -v --no-deps --no-build-isolation -e . &&
-    MEGARL_OPS=native "$venv/bin/python" -c 'import megarl.ops'
+    MEGARL_OPS=$required "$venv/bin/python" -c 'from megarl import ops; ops.host_module()'
 }
 
 # --- how a step runs ---------------------------------------------------------------------------------
@@ -200,6 +205,15 @@ torch_key() {  # "VERSION INDEX"; without TORCH_VERSION and TORCH_INDEX_URL what
   else
     echo "$(has_gpu && echo 2.14.1 || echo 2.13.0) ${TORCH_INDEX_URL:-}"
   fi
+}
+
+find_compiler() {  # empty without one; setup.py looks in the same places
+  local candidate candidates=(c++ g++)
+  [[ -z ${CXX:-} ]] || candidates=("${CXX%% *}")
+  for candidate in "${candidates[@]}"; do
+    command -v "$candidate" && return
+  done
+  true
 }
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }

@@ -164,7 +164,7 @@ __device__ void apply_token(const View<T>& v, const Choices& c, const Parameters
   totals[kFlag3] += out.flag3;
   if (!c.all_metrics) return;
   totals[kEntropy] += x.entropy;
-  totals[kMeanValue] += static_cast<double>(out.mean) * t.used;
+  totals[kMeanValue] += out.mean;
   totals[kK3Mean] += e.expm1_mx;
   totals[kRatio] += ratio;
   totals[kRatioSquare] += ratio * ratio;

@@ -86,7 +86,7 @@ def _record_values(parallel: Parallel) -> OnOutput:
         row: PackedBatch, index: torch.Tensor, output: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         (row.values,) = whole_row(row, parallel, output[0, :, 0])
-        return output.sum() * 0.0, None
+        return output.float().sum() * 0.0, None
 
     return finish
 
@@ -105,7 +105,7 @@ def _regression(
             local(x, index=index, device=parallel.device)
             for x in (row.values, row.returns, row.mask)
         )
-        values = output[0, :, 0]
+        values = output[0, :, 0].float()
         finite = torch.stack([x.isfinite() for x in (values.detach(), old, returns)]).all(0)
         weights = torch.full_like(returns, weight)
         found = value_loss(section, values, old, returns, weights, mask & finite)

@@ -28,7 +28,7 @@ VOCAB_MULTIPLE = (
 
 def padded_vocab(spec: ModelSpec) -> int:
     """Rows of Megarl's embedding; those beyond ``spec.vocab`` are never part of a softmax
-    (``logprobs.py``).
+    (``ops/logprob_entropy.py``).
     """
     return padded_vocab_size(spec.vocab, VOCAB_MULTIPLE)
 

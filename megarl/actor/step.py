@@ -29,7 +29,7 @@ from megarl.actor.setup import Parallel
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
 from megarl.data.packing import local_index
-from megarl.ops.logprobs import logprob_and_entropy
+from megarl.ops import logprob_entropy
 from megarl.types import Coefficients, LossInputs, PackedBatch, StepMetrics
 
 # (row, positions of it that are here, the model's output or what follows from it) -> (loss, result)
@@ -48,11 +48,14 @@ def run_schedule(
     finish: OnOutput,
 ) -> list[Any]:
     """Run every row through the pipeline; ``finish(row, index, output) -> (loss, result)`` on the
-    last stage, of ``output`` [1, T / cp, ...]. Returns the results in row order there, an empty
-    list elsewhere. ``model``: this stage's chunks, all of which see every row. Collective over the
-    whole mesh."""
+    last stage, of ``output`` [1, T / cp, ...] in the model's precision. Returns the results in row
+    order there, an empty list elsewhere. ``model``: this stage's chunks, all of which see every
+    row. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
-    balanced = get_model_config(model[0]).moe_aux_loss_coeff > 0
+    config: Any = get_model_config(model[0])
+    balanced = config.moe_aux_loss_coeff > 0
+    # Megatron's wrapper for bf16 would copy the logits to fp32; losses convert what they need.
+    in_model_precision = {"fp32_output": False} if config.bf16 else {}
 
     def forward_step(
         source: Iterator[PackedBatch], core: torch.nn.Module
@@ -67,6 +70,7 @@ def run_schedule(
             None,
             packed_seq_params=packed_seq_params(row.cu_seqlens.to(parallel.device)),
             padding_mask=on(~row.valid)[None] if balanced else None,
+            **in_model_precision,
         )
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
@@ -75,8 +79,10 @@ def run_schedule(
 
         return outputs, loss_func
 
-    length = len(rows[0].tokens)
-    assert all(len(r.tokens) == length for r in rows), "rows of one step share a length"
+    length = max(len(r.tokens) for r in rows)  # which only pipeline stages' exchanges go by
+    assert parallel.mesh.pp == 1 or all(len(r.tokens) == length for r in rows), (
+        "stages exchange activations of rows that share a length"
+    )
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(rows) for _ in model],
@@ -97,12 +103,13 @@ def on_logprobs(
     def of_logits(
         row: PackedBatch, index: torch.Tensor, output: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        logprobs, entropy = logprob_and_entropy(
-            output[0],
+        logprobs, entropy = logprob_entropy(
+            output.squeeze(0),  # not output[0], whose backward would copy the gradient
             local(row.targets, index=index, device=parallel.device),
             vocab_size=vocab_size,
             temperature=temperature,
             group=parallel.tp,
+            inplace_backward=True,  # the output layer keeps its input, nobody the logits
         )
         return finish(row, index, logprobs, entropy)
 

@@ -132,7 +132,7 @@ def fused(inputs: LossInputs, segments: Segments, terms: PolicyTerms, reads_roll
         rollout_logprobs=inputs.rollout_logprobs if reads_rollout else None,
         ref_logprobs=inputs.ref_logprobs if terms.kl_type else None,
         correction=inputs.correction,
-        entropy=inputs.entropy,
+        entropy=inputs.entropy if terms.reads_entropy else None,
         selected=inputs.selected,
     )
     whole = None

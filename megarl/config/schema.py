@@ -191,6 +191,12 @@ class TrainSection(Section):
     """Token budget of a packed row (a microbatch of one rank, before context parallelism splits
     it).
     """
+    row_buckets: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many lengths the rows of an optimizer step may have. 1: all are padded to the longest.
+    More save padding where samples are long for a row (half of one or more): every microbatch then
+    has the shortest of the lengths that holds its rows, the same on all ranks. With parallel.pp
+    above 1 it must be 1: pipeline stages exchange activations of one size.
+    """
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends
     on how samples are packed and split; 0, the default, leaves it out. docs/objectives.md.

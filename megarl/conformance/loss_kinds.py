@@ -25,7 +25,7 @@ from megarl.conformance.cases import Given, Inputs, Unsupported
 from megarl.conformance.rows import Packed, Sequences, vector
 from megarl.conformance.sections import build, check_keys
 from megarl.monitor.metrics import derived, reduce_metrics
-from megarl.ops.logprobs import logprob_and_entropy
+from megarl.ops import logprob_entropy
 from megarl.types import Coefficients, LossInputs, Mean, StepMetrics
 
 Computed = Mapping[str, Any]
@@ -291,7 +291,7 @@ def logits(given: Given, dtype: torch.dtype) -> Computed:
     z = vector(x["logits"], dtype).requires_grad_()
     if z.dim() != 2:
         raise Unsupported("inputs.logits is not a matrix")
-    lp, entropy = logprob_and_entropy(
+    lp, entropy = logprob_entropy(
         z,
         torch.tensor(x["targets"], dtype=torch.long),
         vocab_size=z.shape[1],

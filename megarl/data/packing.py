@@ -3,15 +3,15 @@
 1. Rows are planned from lengths alone, the same on every rank, before any payload moves.
 2. A row holds at most ``row_tokens`` padded tokens (a longer single sample is refused).
 3. Every data-parallel rank gets the same number of rows, a multiple of ``rows_multiple``; the
-   missing ones are empty. Longest first into the emptiest row keeps the rows even, which is what
-   the slowest rank waits for.
-4. All rows of an optimizer step have one length T: expert and pipeline parallel ranks run in step.
+   missing ones are empty. Rows, microbatches and ranks are balanced by estimated FLOPs
+   (``ops/pack.py``): what the slowest rank computes is what the others wait for.
+4. A microbatch has one length on all ranks: expert-parallel ranks run in step. With one bucket, as
+   pipeline stages need it, it is that of the whole optimizer step.
 5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend
    on sorting ties.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,17 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.errors import DataError
+from megarl.ops import RowPlan, pack_rows
 from megarl.types import PackedBatch, Sample
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class RowPlan:
-    """``rows[dp rank][microbatch]``: sample indices; ``length``: T, common to all rows."""
-
-    rows: list[list[list[int]]]
-    length: int
 
 
 def padded(length: int, multiple: int) -> int:
@@ -44,12 +37,15 @@ def plan_rows(
     segment_multiple: int = 1,
     row_multiple: int = 1,
     rows_multiple: int = 1,
+    buckets: int = 1,
+    flops: tuple[int, int] = (1, 0),
 ) -> RowPlan:
     """Place samples of ``lengths`` tokens into rows. Raises DataError for a sample longer than a
     row.
 
-    Padded to a multiple: each sample's length (``segment_multiple``), the rows' common length
-    (``row_multiple``), and the number of rows of a rank (``rows_multiple``).
+    Padded to a multiple: each sample's length (``segment_multiple``), the rows' length
+    (``row_multiple``), and the number of rows of a rank (``rows_multiple``). ``buckets``: how many
+    different row lengths there may be. ``flops``: of a token and of a pair of tokens.
     """
     sizes = [padded(n, segment_multiple) for n in lengths]
     too_long = [i for i, size in enumerate(sizes) if size > row_tokens]
@@ -59,29 +55,16 @@ def plan_rows(
             f"sample {i} has {lengths[i]} tokens ({sizes[i]} padded), a row holds {row_tokens}; "
             f"raise train.row_tokens or lower rollout.max_new_tokens ({len(too_long)} such samples)"
         )
-    step = dp * rows_multiple
-    count = padded(max(1, -(-sum(sizes) // row_tokens)), step)
-    while (bins := _fill(sizes, count, row_tokens)) is None:
-        count += step
-    longest = max((sum(sizes[i] for i in row) for row in bins), default=0)
-    by_load = sorted(bins, key=lambda row: (-sum(sizes[i] for i in row), row))
-    return RowPlan(
-        rows=[[by_load[k] for k in range(rank, count, dp)] for rank in range(dp)],
-        length=padded(max(longest, 1), row_multiple),
+    return pack_rows(
+        sizes,
+        row_tokens=row_tokens,
+        dp=dp,
+        rows_multiple=rows_multiple,
+        row_multiple=row_multiple,
+        linear=flops[0],
+        quadratic=flops[1],
+        buckets=buckets,
     )
-
-
-def _fill(sizes: Sequence[int], count: int, capacity: int) -> list[list[int]] | None:
-    """``count`` rows, longest sample first into the emptiest row; None if it does not fit."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [0] * count
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        k = min(range(count), key=loads.__getitem__)
-        if loads[k] + sizes[i] > capacity:
-            return None
-        bins[k].append(i)
-        loads[k] += sizes[i]
-    return [sorted(row) for row in bins]
 
 
 def build_row(

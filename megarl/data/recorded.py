@@ -2,7 +2,7 @@
 
 One ``step_N.npz`` a step, in numpy's format without pickled objects: opening a file from elsewhere
 runs nothing. Ragged fields are stored end to end, with their lengths beside them; a field that a
-sample may lack has length -1 where it does.
+sample may lack has length -1 where it does. Routing is as ``ops/routing_codec.py`` encodes it.
 """
 
 import os
@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.errors import DataError
+from megarl.ops import routing_codec
 from megarl.types import Sample, VersionSpan
 
-FORMAT = 2
-FORMATS = (1, FORMAT)  # that can be read; 1 has none of the fields of _OPTIONAL
+FORMAT = 3
+FORMATS = (1, 2, FORMAT)  # that can be read; 1 has no field of _OPTIONAL, before 3 routing was i32
 _FILE = re.compile(r"step_(\d+)\.npz")
 _PER_SAMPLE = ("group", "index", "correct", "truncated")
 _PER_TOKEN = ("tokens", "mask", "rollout_logprobs")
@@ -42,7 +43,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, **cast(Any, pack_samples(samples)))
+            np.savez(file, **cast(Any, pack_samples(samples, deflate=True)))
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -55,7 +56,7 @@ def read_samples(path: Path) -> list[Sample]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         if int(arrays["format"]) not in FORMATS:
-            accepted = " or ".join(map(str, FORMATS))
+            accepted = ", ".join(map(str, FORMATS))
             raise DataError(f"{path}: format {int(arrays['format'])}; accepted: {accepted}")
         return unpack_samples(arrays)
     except (OSError, ValueError, KeyError, EOFError, IndexError, zipfile.BadZipFile) as e:
@@ -72,8 +73,14 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(m[1]), p) for m, p in found)
 
 
-def pack_samples(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
-    """Flat arrays from which ``unpack_samples`` makes equal samples."""
+def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[str, NDArray[Any]]:
+    """Flat arrays from which ``unpack_samples`` makes equal samples. ``deflate``: routing may take
+    longer to become smaller.
+    """
+    routing = [
+        b"" if s.routing is None else routing_codec.encode(s.routing, deflate=deflate)
+        for s in samples
+    ]
     arrays: dict[str, NDArray[Any]] = {
         "format": np.asarray(FORMAT),
         "prompt_id": np.asarray([s.prompt_id for s in samples], dtype=np.str_),
@@ -84,11 +91,10 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
         "spans": np.asarray(
             [(v.version, v.start, v.end) for s in samples for v in s.version_spans], np.int64
         ).reshape(-1, 3),
-        "routing_shape": np.asarray(
-            [(0, 0, 0) if s.routing is None else s.routing.shape for s in samples], np.int64
-        ).reshape(-1, 3),
-        "routed": np.asarray([s.routing is not None for s in samples], np.bool_),
-        "routing": _join([s.routing.ravel() for s in samples if s.routing is not None], np.int32),
+        "len_routing": np.asarray(
+            [-1 if s.routing is None else len(routing[i]) for i, s in enumerate(samples)], np.int64
+        ),
+        "routing": np.frombuffer(b"".join(routing), np.uint8),
     }
     for name, dtype in zip(_PER_SAMPLE, (np.int64, np.int64, np.bool_, np.bool_), strict=True):
         arrays[name] = np.asarray([getattr(s, name) for s in samples], dtype)
@@ -109,7 +115,7 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
     token_parts = {name: _cut(arrays[name], arrays["length"]) for name in _PER_TOKEN}
     rewards = _cut(arrays["rewards"], arrays["num_rewards"])
     spans = _cut(arrays["spans"], arrays["num_spans"])
-    routing = _cut(arrays["routing"], arrays["routing_shape"].prod(1))
+    routing = _routing(arrays)
     optional = {name: _optional(arrays, name) for name in _OPTIONAL}
     return [
         Sample(
@@ -123,7 +129,7 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
             correct=bool(arrays["correct"][i]),
             truncated=bool(arrays["truncated"][i]),
             version_spans=tuple(VersionSpan(*map(int, span)) for span in spans[i]),
-            routing=routing[i].reshape(arrays["routing_shape"][i]) if arrays["routed"][i] else None,
+            routing=routing[i],
             trajectory=None if (t := optional["trajectory"][i]) is None else int(t[0]),
             step_rewards=optional["step_rewards"][i],
             step_ends=optional["step_ends"][i],
@@ -137,6 +143,27 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
 def _as_array(value: Any) -> NDArray[Any] | None:
     """A field of _OPTIONAL, a number as an array of one."""
     return np.asarray([value], np.int64) if isinstance(value, int) else value
+
+
+def _routing(arrays: dict[str, NDArray[Any]]) -> list[NDArray[Any] | None]:
+    """Of every sample. Raises ValueError where it is no routing, or not of the sample's tokens."""
+    found: list[NDArray[Any] | None] = []
+    if int(arrays["format"]) < 3:
+        shapes = arrays["routing_shape"]
+        for ids, shape, there in zip(
+            _cut(arrays["routing"], shapes.prod(1)), shapes, arrays["routed"], strict=True
+        ):
+            experts = max(256, int(ids.max(initial=0)) + 1)
+            found.append(routing_codec.narrow(ids.reshape(shape), experts) if there else None)
+    else:
+        lengths = arrays["len_routing"]
+        messages = _cut(arrays["routing"], lengths.clip(min=0))
+        for message, size in zip(messages, lengths, strict=True):
+            found.append(routing_codec.decode(message.tobytes())[0] if size >= 0 else None)
+    for routing, length in zip(found, arrays["length"], strict=True):
+        if routing is not None and len(routing) != length - 1:
+            raise ValueError(f"routing of {len(routing)} tokens in a sample of {length}")
+    return found
 
 
 def _optional(arrays: dict[str, NDArray[Any]], name: str) -> list[NDArray[Any] | None]:

@@ -4,7 +4,15 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
-from megarl.ops._native import backends, call_counts, native_devices, native_library, runs_native
+from megarl.ops._native import (
+    HOST_OPS,
+    backends,
+    call_counts,
+    host_module,
+    native_devices,
+    native_library,
+    runs_native,
+)
 from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
@@ -20,7 +28,9 @@ from megarl.ops.gae import (
     gae_ref,
 )
 from megarl.ops.group_moments import group_moments, group_moments_ref
+from megarl.ops.logprob_entropy import logprob_entropy, logprob_entropy_ref
 from megarl.ops.moments import masked_moments, masked_moments_ref, whiten, whiten_ref
+from megarl.ops.pack import RowPlan, pack_rows, pack_rows_ref
 from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
@@ -32,6 +42,8 @@ KERNELS = (
     "gae",
     "gae_backward",
     "group_moments",
+    "logprob_entropy",
+    "logprob_entropy_backward_",
     "masked_moments",
     "policy_loss",
     "policy_sums",
@@ -42,7 +54,9 @@ KERNELS = (
 """The ops that have a kernel, on a CPU at least."""
 
 __all__ = [
+    "HOST_OPS",
     "KERNELS",
+    "RowPlan",
     "backends",
     "call_counts",
     "digest",
@@ -60,11 +74,16 @@ __all__ = [
     "gae_ref",
     "group_moments",
     "group_moments_ref",
+    "host_module",
+    "logprob_entropy",
+    "logprob_entropy_ref",
     "masked_moments",
     "masked_moments_ref",
     "merge",
     "native_devices",
     "native_library",
+    "pack_rows",
+    "pack_rows_ref",
     "runs_native",
     "segment_sum",
     "segment_sum_ref",

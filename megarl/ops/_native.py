@@ -1,4 +1,6 @@
-"""Finds the compiled extension `megarl/_C*.so`, says which ops run it, and counts their calls.
+"""Finds the compiled extensions, says which ops run them, and counts their calls.
+
+`megarl/_C*.so` has the ops on tensors, `megarl/_host*.so` those on the host (csrc/host/).
 
 `MEGARL_OPS` chooses:
   unset    the compiled op where there is one for the device; else its reference, said once with the
@@ -8,12 +10,15 @@
 On CUDA a kernel is compared with its reference before it is first used (`_selfcheck.py`).
 """
 
+import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -26,6 +31,12 @@ CHOICES = ("native", "torch")
 
 # torch's dispatch key for each device type that has a folder in csrc/.
 _DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA"}
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_NEEDED = "for which a C++ compiler is needed (g++ 9 or newer)"
+
+HOST_OPS = ("pack_rows", "routing_codec")
+"""Those of `megarl._host`: their references give the same results to the last bit."""
 
 _calls: Counter[tuple[str, str]] = Counter()
 
@@ -46,10 +57,9 @@ def native_library() -> Path | None:
     if choice() == "torch":
         log.info("MEGARL_OPS=torch: every op runs its torch reference")
         return None
-    package = Path(__file__).resolve().parent.parent
-    path = next(iter(sorted(package.glob("_C*.so"))), None)
+    path = next(iter(sorted(_PACKAGE.glob("_C*.so"))), None)
     if path is None:
-        _report(f"there is no _C*.so in {package}: it was not built")
+        _report(f"there is no _C*.so in {_PACKAGE}: it was not built, {_NEEDED}")
         return None
     try:
         torch.ops.load_library(path)
@@ -86,6 +96,38 @@ def runs_native(op: str, device: torch.device) -> bool:
     return native
 
 
+@cache
+def host_module() -> ModuleType | None:
+    """`megarl._host`, or None where the references are used instead."""
+    if choice() == "torch":
+        return None
+    try:
+        return importlib.import_module("megarl._host")
+    except ImportError as e:  # not built, or for another Python
+        if native_library() is None:
+            return None  # nothing was built, and that has been said
+        if any(_PACKAGE.glob("_host*.so")):
+            _report(f"megarl._host does not load: {e}")
+        else:
+            _report(f"there is no _host*.so in {_PACKAGE}: it was not built, {_NEEDED}")
+        return None
+
+
+def host_function(op: str, name: str) -> Callable[..., Any] | None:
+    """The compiled `name` for a call of the host op `op`, or None; counts the call."""
+    module = host_module()
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if module is not None and found is None:
+        _report_stale(op)
+    count_call(op, found is not None)
+    return found
+
+
+@cache
+def _report_stale(op: str) -> None:
+    _report(f"megarl._host is older than its sources: it does not have all of {op}")
+
+
 def count_call(op: str, native: bool) -> None:
     _calls[op, "native" if native else "torch"] += 1
 
@@ -99,8 +141,12 @@ def call_counts() -> dict[str, dict[str, int]]:
 
 
 def backends(ops: Iterable[str], device: torch.device) -> dict[str, str]:
-    """Op -> "native" or "torch" on `device`."""
-    return {op: "native" if device.type in native_devices(op) else "torch" for op in ops}
+    """Op -> "native" or "torch" on `device`; host ops do not depend on it."""
+
+    def native(op: str) -> bool:
+        return host_module() is not None if op in HOST_OPS else device.type in native_devices(op)
+
+    return {op: "native" if native(op) else "torch" for op in ops}
 
 
 def _report(reason: str) -> None:

@@ -119,6 +119,10 @@ class PolicyTerms:
     opsm: str = ""
     all_metrics: bool = True
 
+    @property
+    def reads_entropy(self) -> bool:
+        return self.all_metrics or bool(self.parameters.get("entropy_coef"))
+
     def codes(self) -> tuple[Tensor, int, int, int, int, bool]:
         """As the kernels take them. ValueError for a name that is none."""
         unknown = set(self.parameters) - set(PARAMETERS)

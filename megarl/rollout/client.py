@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.errors import ServerError
+from megarl.ops.routing_codec import CodecError, narrow
 from megarl.rollout.control import ServerControl, new_session
 from megarl.types import Completion, Finish, VersionSpan
 
@@ -38,7 +39,7 @@ RETRIES = 2
 _BACK_OFF_S = (0.2, 0.6)
 _ABORT_TIMEOUT_S = 2.0
 _LOGPROB_SLACK = 1e-3  # rounding may lift the log-prob of a certain token above 0
-Routing = tuple[int, int] | None
+Routing = tuple[int, int, int] | None
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 
 
@@ -71,7 +72,7 @@ class RolloutClient:
     ) -> list[Completion]:
         """`n` responses to one prompt in one request, in the order of `seeds`. Raises ServerError.
 
-        `routing`: ask for routed experts too, of this many (MoE layers, experts a token).
+        `routing`: ask for routed experts too, of this many (MoE layers, experts a token, experts).
         """
         assert len(seeds) == n, (len(seeds), n)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
@@ -239,8 +240,8 @@ def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int]) -> NDArray[np.int32]:
-    """[length - 1, MoE layers, top-k]: the last token was never routed."""
+def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int, int]) -> NDArray[Any]:
+    """u8 | u16 [length - 1, MoE layers, top-k]: the last token was never routed."""
     encoded: Any = meta.get("routed_experts")
     _expect(isinstance(encoded, str), "no routed_experts", "routed experts in base64")
     try:
@@ -249,9 +250,13 @@ def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int]) -> ND
         raise _Mismatch(
             f"routed experts that do not decode ({error})", "base64 of int32"
         ) from error
-    full = (length - 1, *shape)
+    layers, topk, experts = shape
+    full = (length - 1, layers, topk)
     _expect(flat.size == math.prod(full), f"{flat.size} routed experts", f"{full}")
-    return flat.reshape(full).astype(np.int32)
+    try:
+        return narrow(flat.reshape(full).astype(np.int32, copy=False), experts)
+    except CodecError as error:
+        raise _Mismatch(f"routed experts that cannot be ({error})", "a router's choice") from error
 
 
 def _expect(condition: bool, found: object, expected: str) -> None:

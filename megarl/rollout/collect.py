@@ -50,7 +50,7 @@ class CollectSettings:
     temperature: float
     seed: int
     request_timeout_s: float
-    routing: tuple[int, int] | None = None  # (MoE layers, experts a token) to record, or nothing
+    routing: tuple[int, int, int] | None = None  # (MoE layers, experts a token, experts) to record
 
 
 class RolloutCollector:
@@ -116,7 +116,7 @@ class RolloutCollector:
         prompts: Sequence[Prompt],
         seeds: Sequence[Sequence[int]],
         sampling: Sampling,
-        routing: tuple[int, int] | None,
+        routing: tuple[int, int, int] | None,
     ) -> list[list[Completion]]:
         calls = [
             _complete_group(
@@ -231,7 +231,7 @@ async def _complete_group(
     prompt: Prompt,
     sampling: Sampling,
     seeds: Sequence[int],
-    routing: tuple[int, int] | None,
+    routing: tuple[int, int, int] | None,
 ) -> list[Completion]:
     """A response for every seed; aborted ones are asked for again."""
     group: dict[int, Completion] = {}

@@ -79,12 +79,13 @@ ALGOS: dict[str, dict[str, Any]] = {
 EDGES = ("gspo", "ppo, token mean", "ppo, gae, kl, entropy")
 
 
-def cases(row_tokens: int) -> list[Any]:
+def cases(row_tokens: int, row_buckets: int = 1) -> list[Any]:
     """Every objective on the ordinary batch, some on the odd ones."""
     all_batches = batches()
-    ragged = [(name, algo, all_batches["ragged"], row_tokens) for name, algo in ALGOS.items()]
+    train = {"row_tokens": row_tokens, "row_buckets": row_buckets}
+    ragged = [(name, algo, all_batches["ragged"], train) for name, algo in ALGOS.items()]
     odd = [
-        (f"{name} on {batch}", ALGOS[name], samples, row_tokens)
+        (f"{name} on {batch}", ALGOS[name], samples, train)
         for name in EDGES
         for batch, samples in all_batches.items()
         if batch not in ("ragged", "shuffled")

@@ -60,7 +60,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_workers_run_the_operators_they_were_asked_for(pools: Pools, tiny_model: Path) -> None:
     """Guards the comparisons below: they are not of one with itself."""
-    work = [("gspo", ALGOS["gspo"], batches()["ragged"], MANY_ROWS)]
+    work = [("gspo", ALGOS["gspo"], batches()["ragged"], {"row_tokens": MANY_ROWS})]
     for name, pool in pools.items():
         evaluate(pool, tiny_model, {}, work)
         (counts,) = pool.run("tests.actor.work_ops:calls", world=1)
@@ -71,7 +71,8 @@ def test_workers_run_the_operators_they_were_asked_for(pools: Pools, tiny_model:
 @pytest.mark.parametrize("layout", QUICK, ids=str)
 def test_gradients_are_the_same(pools: Pools, tiny_model: Path, layout: dict[str, int]) -> None:
     samples = batches()["ragged"]
-    work = [(name, ALGOS[name], samples, MANY_ROWS) for name in ("gspo", "sapo")]
+    rows = {"row_tokens": MANY_ROWS}
+    work = [(name, ALGOS[name], samples, rows) for name in ("gspo", "sapo")]
     assert_alike(*(evaluate(pool, tiny_model, layout, work) for pool in pools.values()))
 
 

@@ -57,6 +57,21 @@ def test_a_layout_equals_one_process(
     assert_same(evaluate(pool, tiny_model, layout, cases(SOME_ROWS)), single)
 
 
+SLOW = [
+    pytest.param(layout, marks=pytest.mark.slow) for layout in ({"dp": 2}, {"cp": 2}, {"tp": 2})
+]
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "ep": 2}, *SLOW], ids=str)
+def test_rows_of_several_lengths_equal_one_process(
+    pool: WorkerPool,
+    tiny_model: Path,
+    single: dict[str, dict[str, Any]],
+    layout: dict[str, int],
+) -> None:
+    assert_same(evaluate(pool, tiny_model, layout, cases(MANY_ROWS, row_buckets=3)), single)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, BOTH], ids=str)
 def test_a_layout_with_more_microbatches_equals_one_process(
@@ -84,14 +99,19 @@ def test_microbatches_and_order_make_no_difference(
     pool: WorkerPool, tiny_model: Path, single: dict[str, dict[str, Any]], row_tokens: int
 ) -> None:
     shuffled = batches()["shuffled"]
-    work = [(name, algo, shuffled, row_tokens) for name, algo in ALGOS.items()]
+    work = [(name, algo, shuffled, {"row_tokens": row_tokens}) for name, algo in ALGOS.items()]
     assert_same(evaluate(pool, tiny_model, {}, work), {name: single[name] for name in ALGOS})
 
 
 def test_every_preset_trains_two_ranks_like_one(pool: WorkerPool, tiny_model: Path) -> None:
     samples = batches()["ragged"]
     one, two = (
-        evaluate(pool, tiny_model, layout, [(n, a, samples, rows) for n, a in presets().items()])
+        evaluate(
+            pool,
+            tiny_model,
+            layout,
+            [(n, a, samples, {"row_tokens": rows}) for n, a in presets().items()],
+        )
         for layout, rows in (({}, ONE_ROW), ({"dp": 2}, SOME_ROWS))
     )
     assert_same(two, one)

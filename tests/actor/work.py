@@ -150,11 +150,11 @@ def logprob_gradients(
     """Log-probs, entropy and a mixed gradient of logits split by columns over all workers."""
     import torch.distributed as dist
 
-    from megarl.ops.logprobs import logprob_and_entropy
+    from megarl.ops import logprob_entropy
 
     world = dist.get_world_size()
     local = torch.tensor(logits).chunk(world, dim=1)[rank].float().clone().requires_grad_()
-    lp, entropy = logprob_and_entropy(
+    lp, entropy = logprob_entropy(
         local,
         torch.tensor(targets),
         vocab_size=vocab,

@@ -15,7 +15,7 @@ from megarl.loop import ranks_of
 from megarl.types import PackedBatch, Sample, TrainPlan
 from tests.actor.work import config_for, gradients, make_actor, plan_for
 
-Case = tuple[str, dict[str, Any], list[Sample], int]  # name, algo section, batch, row_tokens
+Case = tuple[str, dict[str, Any], list[Sample], dict[str, Any]]  # name, algo, batch, train section
 
 
 def gradients_of(
@@ -28,15 +28,15 @@ def gradients_of(
     actor = make_actor(first, layout)
     try:
         return {
-            name: _evaluate(actor, config_of(hf, algo, row_tokens), samples)
-            for name, algo, samples, row_tokens in cases
+            name: _evaluate(actor, config_of(hf, algo, train), samples)
+            for name, algo, samples, train in cases
         }
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def config_of(hf: Path, algo: dict[str, Any], row_tokens: int) -> Config:
-    return config_for(hf, algo={"minibatches": 1, **algo}, train={"row_tokens": row_tokens})
+def config_of(hf: Path, algo: dict[str, Any], train: dict[str, Any]) -> Config:
+    return config_for(hf, algo={"minibatches": 1, **algo}, train=train)
 
 
 def _evaluate(actor: MegatronActor, config: Config, samples: list[Sample]) -> dict[str, Any]:

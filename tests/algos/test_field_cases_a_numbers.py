@@ -17,7 +17,7 @@ from megarl.algos.segments import Segments
 from megarl.config.algo import AlgoSection, KlSection
 from megarl.config.schema import Config, RolloutSection
 from megarl.monitor.metrics import reduce_metrics
-from megarl.ops.logprobs import logprob_and_entropy
+from megarl.ops import logprob_entropy
 from megarl.rollout.client import Sampling
 from megarl.types import Coefficients
 from tests.algos import ragged
@@ -286,9 +286,7 @@ def test_a21_training_log_probs_are_of_the_tempered_distribution(
     logits: list[float], temperature: float
 ) -> None:
     z = torch.tensor([logits] * 3, dtype=torch.float64)
-    lp, entropy = logprob_and_entropy(
-        z.clone(), torch.arange(3), vocab_size=3, temperature=temperature
-    )
+    lp, entropy = logprob_entropy(z.clone(), torch.arange(3), vocab_size=3, temperature=temperature)
     top = max(logits) / temperature
     lse = top + math.log(sum(math.exp(x / temperature - top) for x in logits))
     expected = [x / temperature - lse for x in logits]

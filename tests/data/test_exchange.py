@@ -29,7 +29,8 @@ def unusual_samples() -> list[Sample]:
     """Every field at its limits: several rewards or none, routing or none, versions, NaN bits."""
     plain, routed, bare = random_samples(1, 3, seed=6)
     length = len(routed.tokens)
-    routing = np.random.default_rng(0).integers(0, 8, (length - 1, 3, 2)).astype(np.int32)
+    first = np.random.default_rng(0).integers(0, 8, (length - 1, 3))
+    routing = np.stack([first, (first + 5) % 8], -1).astype(np.uint16)
     odd = np.array([np.nan, -np.nan, -0.0, np.inf], np.float32)
     logprobs = np.resize(odd, length)
     spans = (VersionSpan(7, 0, 2), VersionSpan(9, 2, 5))

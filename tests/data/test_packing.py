@@ -45,17 +45,18 @@ def assert_plan(
     assert all(size <= row_tokens for size in sizes)  # 2
     assert len({len(rank) for rank in plan.rows}) == 1  # 3
     assert len(plan.rows[0]) >= 1 and len(plan.rows[0]) % rows == 0
-    assert plan.length >= max(sizes) and plan.length > 0  # 4
-    assert plan.length < max([*sizes, 1]) + row  # and no longer than it must be
-    assert plan.length % row == 0
+    assert len(plan.lengths) == len(plan.rows[0])  # 4
+    assert len(set(plan.lengths)) == 1
+    assert plan.lengths[0] >= max(sizes) and plan.lengths[0] > 0
+    assert plan.lengths[0] < max([*sizes, 1]) + row  # and no longer than it must be
+    assert plan.lengths[0] % row == 0
     placed = Counter(i for r in flat for i in r)
     assert placed == Counter(range(len(lengths)))  # 5, as multisets
     assert all(r == sorted(r) for r in flat)
 
 
 def padding_share(plan: RowPlan, lengths: Sequence[int]) -> float:
-    count = sum(len(rank) for rank in plan.rows)
-    return 1 - sum(lengths) / (count * plan.length)
+    return 1 - sum(lengths) / (len(plan.rows) * sum(plan.lengths))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ def test_a_sample_longer_than_a_row_is_refused_with_the_settings_to_change() -> 
 
 
 def test_a_sample_that_padding_makes_too_long_is_refused_with_its_padded_length() -> None:
-    assert plan_rows([10], row_tokens=10, dp=1).length == 10
+    assert plan_rows([10], row_tokens=10, dp=1).lengths == [10]
     with pytest.raises(DataError, match=r"sample 0 has 10 tokens.*12.*a row holds 11"):
         plan_rows([10], row_tokens=11, dp=1, segment_multiple=4)
 

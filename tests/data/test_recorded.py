@@ -14,6 +14,13 @@ from megarl.errors import DataError
 from megarl.types import Sample, VersionSpan
 
 
+def routing(rng: np.random.Generator, tokens: int, experts: int) -> Any:
+    """Two different experts of each of three layers."""
+    first = rng.integers(0, experts, (tokens, 3))
+    other = (first + rng.integers(1, experts, (tokens, 3))) % experts
+    return np.stack([first, other], -1)
+
+
 def sample(length: int, **changes: Any) -> Sample:
     rng = np.random.default_rng(length)
     fields: dict[str, Any] = {
@@ -27,7 +34,7 @@ def sample(length: int, **changes: Any) -> Sample:
         "correct": True,
         "truncated": False,
         "version_spans": (VersionSpan(3, 0, 2), VersionSpan(4, 2, length)),
-        "routing": rng.integers(0, 128, (length - 1, 3, 2), np.int32),
+        "routing": routing(rng, length - 1, 128).astype(np.uint8),
     }
     return Sample(**{**fields, **changes})
 
@@ -63,9 +70,11 @@ SAMPLES = [
         step_rewards=np.zeros(0, np.float32),
         step_ends=np.zeros(0, np.int32),
     ),
+    sample(7, routing=routing(np.random.default_rng(0), 6, 256).astype(np.uint16)),
     sample(3, ref_logprobs=np.asarray([-0.0, np.nan, 1], np.float32)),
 ]
 # Arrays of a file of format 1: without the fields that came with format 2.
+FORMAT_2_ROUTING = ("routing_shape", "routed", "routing")
 FORMAT_1 = {
     *("format", "prompt_id", "group", "index", "correct", "truncated", "length"),
     *("tokens", "mask", "rollout_logprobs", "num_rewards", "rewards", "num_spans", "spans"),
@@ -73,7 +82,7 @@ FORMAT_1 = {
 }
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 7])
+@pytest.mark.parametrize("count", [0, 1, 4, 8])
 def test_samples_come_back_bit_for_bit(tmp_path: Path, count: int) -> None:
     path = recorded_path(tmp_path / "rollouts", 7)
     write_samples(path, SAMPLES[:count])
@@ -122,13 +131,21 @@ def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     path = recorded_path(tmp_path, 0)
     write_samples(path, SAMPLES)
     arrays = arrays_of(path)
-    ragged = {"tokens", "rewards", "routing", "spans", *NEW, *(f"len_{name}" for name in NEW)}
+    ragged = {
+        "tokens",
+        "rewards",
+        "routing",
+        "spans",
+        *NEW,
+        *(f"len_{name}" for name in NEW),
+        "len_routing",
+    }
     for name in ragged:
         np.savez(path, **{**arrays, name: arrays[name][:-1]})
         with pytest.raises(DataError, match=r"step_0\.npz"):
             read_samples(path)
-    np.savez(path, **{**arrays, "format": np.asarray(3)})
-    with pytest.raises(DataError, match="format 3; accepted: 1 or 2"):
+    np.savez(path, **{**arrays, "format": np.asarray(4)})
+    with pytest.raises(DataError, match="format 4; accepted: 1, 2, 3"):
         read_samples(path)
 
 
@@ -154,15 +171,47 @@ def test_lengths_that_fit_the_array_but_not_the_sample_are_refused(
         read_samples(path)
 
 
-def test_files_of_format_1_are_still_read(tmp_path: Path) -> None:
+def old_routing(samples: list[Sample]) -> dict[str, Any]:
+    """As formats 1 and 2 had it: int32, with a shape for every sample."""
+    there = [s.routing for s in samples if s.routing is not None]
+    return {
+        "routed": np.asarray([s.routing is not None for s in samples]),
+        "routing_shape": np.asarray(
+            [(0, 0, 0) if s.routing is None else s.routing.shape for s in samples], np.int64
+        ),
+        "routing": np.concatenate([r.ravel().astype(np.int32) for r in there]),
+    }
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_of_older_formats_are_still_read(tmp_path: Path, version: int) -> None:
     path = recorded_path(tmp_path, 0)
-    write_samples(path, SAMPLES)
-    arrays = arrays_of(path)
+    samples = [s for s in SAMPLES if s.routing is None or s.routing.dtype == np.uint8]
+    write_samples(path, samples)
+    arrays = {k: v for k, v in arrays_of(path).items() if k != "len_routing"}
+    arrays |= old_routing(samples) | {"format": np.asarray(version)}
     assert set(arrays) > FORMAT_1
-    old = {k: v for k, v in arrays.items() if k in FORMAT_1} | {"format": np.asarray(1)}
-    np.savez(path, **old)
-    for a, b in zip(SAMPLES, read_samples(path), strict=True):
-        assert_same(dataclasses.replace(a, **dict.fromkeys(NEW)), b)
+    np.savez(path, **{k: v for k, v in arrays.items() if version > 1 or k in FORMAT_1})
+    lost = NEW if version == 1 else ()
+    for a, b in zip(samples, read_samples(path), strict=True):
+        assert_same(dataclasses.replace(a, **dict.fromkeys(lost)), b)
+
+
+def test_routing_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """An expert twice, a negative one, and routing of more tokens than there are."""
+    path = recorded_path(tmp_path, 0)
+    write_samples(path, [SAMPLES[0]])
+    arrays = {k: v for k, v in arrays_of(path).items() if k != "len_routing"}
+    old = arrays | old_routing([SAMPLES[0]]) | {"format": np.asarray(2)}
+    for at, value in ((0, old["routing"][1]), (5, -1), (3, 2**20)):
+        damaged = old["routing"].copy()
+        damaged[at] = value
+        np.savez(path, **{**old, "routing": damaged})
+        with pytest.raises(DataError, match=r"step_0\.npz.*expert"):
+            read_samples(path)
+    write_samples(path, [dataclasses.replace(SAMPLES[0], routing=SAMPLES[0].routing[1:])])
+    with pytest.raises(DataError, match="routing of 7 tokens in a sample of 9"):
+        read_samples(path)
 
 
 class Bomb:

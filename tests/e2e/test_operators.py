@@ -1,5 +1,6 @@
 """A whole run with the compiled operators and one with their torch references report the same."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def test_both_report_the_same_metrics_of_recorded_rollouts(
         run = launch(inputs.train_only(tmp_path / choice, recorded, *settings))
         assert run.wait() == 0, run.text()
         found[choice] = run.metrics()
+        said = json.loads((tmp_path / choice / "ops.json").read_text())
+        assert set(said["calls"]["policy_loss"]) == {choice}
     assert [m["step"] for m in found["native"]] == list(range(1, STEPS + 1))
     for a, b in zip(found["native"], found["torch"], strict=True):
         assert a.keys() == b.keys(), a.keys() ^ b.keys()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.ops import HOST_OPS, KERNELS, backends
 from tests.e2e.conftest import Inputs, Launch
 
 pytestmark = pytest.mark.dist
@@ -45,6 +47,8 @@ def test_a_run_trains_syncs_reports_and_resumes(
     samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}  # sampled by the weights after step 2
 
+    assert_ops_are_accounted_for(run, microbatches=12)  # 3 steps, 4 updates each, of a row
+
     assert_training_again_from_the_recording_repeats(launch, inputs, run, tmp_path / "replay")
 
     again = launch(inputs.rl(run, "run.steps=3"))
@@ -59,6 +63,17 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert resumed.metrics()[-1]["kl/old_policy"] > metrics[3]["kl/old_policy"] / 4
     assert resumed.metrics()[-1]["mismatch/max_abs_logprob_diff"] < 2e-5
     assert_prompts_go_on(run, steps=4, per_step=8)
+
+
+def assert_ops_are_accounted_for(run: Path, microbatches: int) -> None:
+    """Training runs the compiled ops, and says so."""
+    kept = json.loads((run / "ops.json").read_text())
+    assert kept["backends"] == backends([*KERNELS, *HOST_OPS], torch.device("cpu"))
+    kind = kept["backends"]["policy_loss"]
+    assert kept["calls"]["policy_loss"] == {kind: microbatches}
+    said = (run / "logs/rank_0.log").read_text()
+    assert "ops on cpu: native: " in said or kind == "torch"
+    assert f"policy_loss {microbatches} {kind}" in said
 
 
 def assert_training_again_from_the_recording_repeats(

@@ -1,6 +1,7 @@
 """Rows and terms for the tests of policy_loss: ragged, with holes, and numbers at the edges."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -91,8 +92,20 @@ def terms(objective: str, **changes: Any) -> PolicyTerms:
     return PolicyTerms(objective, parameters, **given)
 
 
+def variants(objective: str) -> list[PolicyTerms]:
+    """Kernels may go over a sequence once or twice, by what is known of it when its tokens come."""
+    return [terms(objective), terms(objective, kl_type=""), terms(objective, kl_type="", opsm="")]
+
+
 def without(whole: PolicyRow, *names: str) -> PolicyRow:
     return replace(whole, **{name: None for name in names})
+
+
+def with_garbage(x: Tensor, at: Tensor, seed: int) -> Tensor:
+    """``x`` with numbers at ``at`` that no arithmetic survives."""
+    kinds = torch.tensor([math.nan, math.inf, -math.inf, 3e38, -3e38, 1e-42], dtype=x.dtype)
+    pick = torch.randint(0, 6, x.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.where(at, kinds[pick], x)
 
 
 def as_numpy(whole: PolicyRow) -> dict[str, np.ndarray | None]:

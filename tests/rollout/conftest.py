@@ -17,7 +17,7 @@ from megarl.config.schema import RolloutSection
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 
-VOCAB, EOS, LAYERS, TOP_K = 24, 1, 3, 2
+VOCAB, EOS, LAYERS, TOP_K, EXPERTS = 24, 1, 3, 2, 8
 SLOTS, CONTEXT = 64, 64
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from megarl.errors import ServerError
 from megarl.rollout.client import RolloutClient, Sampling
 from megarl.rollout.control import OPERATIONS, ServerControl
-from tests.rollout.conftest import LAYERS, TOP_K, Reference, Server
+from tests.rollout.conftest import EXPERTS, LAYERS, TOP_K, Reference, Server
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
 Change = Callable[[dict[str, Any]], Any]
@@ -262,7 +262,7 @@ def test_a_group_from_the_real_server(server: Server, reference_a: Reference) ->
             await client.health()
             sampling = Sampling(temperature=1.0, max_new_tokens=12)
             return await client.generate_group(
-                [3, 9], 4, sampling, [7, 8, 9, 7], routing=(LAYERS, TOP_K)
+                [3, 9], 4, sampling, [7, 8, 9, 7], routing=(LAYERS, TOP_K, EXPERTS)
             )
         finally:
             await client.close()

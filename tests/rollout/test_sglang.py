@@ -11,7 +11,15 @@ from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 from megarl.sync.stream import bucketize
 from megarl.types import Prompt, VersionSpan
-from tests.rollout.conftest import CONTEXT, LAYERS, TOP_K, Reference, Server, server_section
+from tests.rollout.conftest import (
+    CONTEXT,
+    EXPERTS,
+    LAYERS,
+    TOP_K,
+    Reference,
+    Server,
+    server_section,
+)
 from tests.rollout.test_server_weights import Sender
 from tests.sglang.server import SUPPORT, VENV, require_sglang
 
@@ -55,7 +63,7 @@ def test_sglang_is_started_asked_updated_and_ended(
     )
     log = fleet.managed[0].log_file.read_text()
     assert fleet.key not in log and "***" in log  # it logs its arguments
-    settings = CollectSettings(2, 1.0, 0, 60.0, routing=(LAYERS, TOP_K))
+    settings = CollectSettings(2, 1.0, 0, 60.0, routing=(LAYERS, TOP_K, EXPERTS))
     collector = RolloutCollector(fleet.urls, fleet.key, settings, decode=str, reward=lambda *_: 1.0)
 
     def check(reference: Reference, version: int) -> None:
