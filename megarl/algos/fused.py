@@ -151,11 +151,12 @@ def fused(inputs: LossInputs, segments: Segments, terms: PolicyTerms, reads_roll
 _SEQUENCE_SUMS = tuple(f.name for f in fields(SequenceSums))
 
 
-def tokens_reported(policy: Any, totals: dict[str, float]) -> dict[str, float]:
-    """Name -> total over used tokens: the policy's flags and mean."""
+def tokens_reported(policy: Any, totals: dict[str, float], all_metrics: bool) -> dict[str, float]:
+    """Name -> total over used tokens: the policy's flags, and its mean where it was summed."""
     kernel = KERNELS[policy.name]
     found = {name: totals[f"flag{k}"] for k, name in enumerate(kernel.flags(policy)) if name}
-    return found | ({kernel.mean: totals["mean"]} if kernel.mean else {})
+    mean = kernel.mean if all_metrics else None
+    return found | ({mean: totals["mean"]} if mean else {})
 
 
 def ratio_sums(totals: dict[str, float]) -> RatioSums:
