@@ -124,8 +124,8 @@ MEGARL_MATH TokenLoss<T> gspo_token(const Token<T>& t, const Constants<T>& c) {
   const T a = t.advantage;
   const T over = a > T(0) ? c.over : T(0), under = a < T(0) ? c.under : T(0);
   const T held = a > T(0) ? c.above : c.below;
-  const T g = over + under == T(0) ? -a * c.ratio * c.moves : T(0);
-  return {-a * held, g * t.coef, 0, over, under, 0, 0};
+  const T pull = -a * t.coef * (c.ratio * c.moves);  // in the order of its seed and Finish
+  return {-a * held, over + under == T(0) ? pull : T(0), 0, over, under, 0, 0};
 }
 
 template <typename T>
