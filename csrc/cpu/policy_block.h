@@ -65,6 +65,13 @@ MEGARL_INLINE void add_short(Lanes& sum, const T* __restrict x, int n) {
   for (int j = 0; j < kLanes; ++j) sum.part[j] += static_cast<double>(leaf[j]);
 }
 
+// 1 where the byte is not 0.
+template <typename T>
+MEGARL_INLINE void read_mask(T* __restrict out, const uint8_t* __restrict mask, int n) {
+  for (int i = 0; i < n; ++i) out[i] = static_cast<T>(mask[i]);
+  for (int i = 0; i < n; ++i) out[i] = out[i] != T(0) ? T(1) : T(0);
+}
+
 // What every loss reads, and which tokens are used: trained, and finite in everything that is read.
 // `bad`: not 0 where one of the further rows is not finite; null where there are none.
 template <typename T>
@@ -73,7 +80,7 @@ MEGARL_INLINE void load_always(Block<T>& b, const View<T>& v, const T* bad, int6
   const T *__restrict a = v.advantages + at, *__restrict w = v.weight + at;
   const uint8_t* __restrict mask = v.mask + at;
   T *__restrict used = b.used, *__restrict dropped = b.dropped;
-  for (int i = 0; i < n; ++i) dropped[i] = static_cast<T>(mask[i]);
+  read_mask(dropped, mask, n);
   if (bad != nullptr) {
     for (int i = 0; i < n; ++i) used[i] = bad[i] == T(0) ? dropped[i] : T(0);
   } else {
@@ -150,7 +157,7 @@ MEGARL_INLINE void load(Block<T>& b, const View<T>& v, int64_t at, int n) {
   if (v.entropy != nullptr) select(b.entropy, b.used, v.entropy + at, n);
   if (v.selected != nullptr) {
     const uint8_t* selected = v.selected + at;
-    for (int i = 0; i < n; ++i) b.selected[i] = static_cast<T>(selected[i]);
+    read_mask(b.selected, selected, n);
     for (int i = 0; i < n; ++i) b.selected[i] *= b.used[i];
   }
 }

@@ -37,22 +37,16 @@ MEGARL_INLINE void find_near(Block<T>& b, int n) {
   for (int i = 0; i < n; ++i) b.near[i] = clamped_log_ratio(b.log_ratio[i]);
 }
 
-// coef A by its sign.
+// coef A by A's sign.
 template <typename T>
 MEGARL_INLINE void add_pulls(Lanes& positive, Lanes& negative, const Block<T>& b, int n) {
-  alignas(64) double pull[kBlock];
+  T rise[kBlock], fall[kBlock];
   for (int i = 0; i < n; ++i) {
-    pull[i] = static_cast<double>(b.coef[i]) * static_cast<double>(b.advantage[i]);
+    rise[i] = b.advantage[i] > T(0) ? b.advantage[i] : T(0);
+    fall[i] = b.advantage[i] < T(0) ? b.advantage[i] : T(0);
   }
-  double *__restrict up = positive.part, *__restrict down = negative.part;
-#pragma GCC unroll 4
-  for (int i = 0; i < n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) up[j] += pull[i + j] > 0 ? pull[i + j] : 0.0;
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) down[j] += pull[i + j] < 0 ? pull[i + j] : 0.0;
-  }
+  add_product(positive, b.coef, rise, n);
+  add_product(negative, b.coef, fall, n);
 }
 
 template <typename T>

@@ -148,7 +148,7 @@ def _code(what: str, name: str, accepted: tuple[str, ...]) -> int:
 @dataclass(frozen=True)
 class PolicyRow:
     """f32 or f64 [T], all of one type; masks bool [T]; ``cu_seqlens`` i32 or i64 [S + 1]. What the
-    terms do not read may be None.
+    terms do not read may be None. ``weight`` and ``correction`` are 0 or more.
     """
 
     logprobs: Tensor
