@@ -167,7 +167,6 @@ void add_up(const std::vector<double>& of_sequences, double* totals) {
     totals[kRatioMin] = std::min(totals[kRatioMin], of_sequences[at + kRatioMin]);
     totals[kRatioMax] = std::max(totals[kRatioMax], of_sequences[at + kRatioMax]);
   }
-  totals[kNegLogRatio] = 0.0 - totals[kNegLogRatio];
 }
 
 // Of one sequence, in the order of Total.  `sums`: of its tokens here.
@@ -175,6 +174,7 @@ void write_totals(const RowLanes& lanes, const double* sums, const Sequence& s, 
                   double* out) {
   for (int k = 0; k < kRatioMin; ++k) out[k] = fold(lanes.of[k].part);
   out[kTokens] = s.alive ? sums[kCount] : 0;
+  out[kNegLogRatio] = 0.0 - out[kNegLogRatio];
   out[kDroppedTokens] = sums[kDropped];
   if (is_of_whole_sequences(c.objective) && s.alive && s.kept) {
     out[kPgLoss] = -(sums[kPositive] * s.above + sums[kNegative] * s.below);

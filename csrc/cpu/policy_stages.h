@@ -24,8 +24,12 @@ MEGARL_INLINE void find_ratios(Block<T>& b, int n) {
   for (int i = 0; i < n; ++i) {
     const T near = clamped_log_ratio(b.log_ratio[i]);
     const Exponential<T> e = exponential(near);
+    const T used_ratio = e.exp * b.used[i];
     b.near[i] = near;
+    b.clamped[i] = b.log_ratio[i] != near ? T(1) : T(0);
     b.ratio[i] = e.exp;
+    b.used_ratio[i] = used_ratio;
+    b.ratio_square[i] = e.exp * used_ratio;
     b.k3[i] = e.expm1_mx;
     b.distance[i] = e.expm1 < T(0) ? -e.expm1 : e.expm1;
     b.square[i] = near * near;
@@ -42,11 +46,12 @@ template <typename T>
 MEGARL_INLINE void add_pulls(Lanes& positive, Lanes& negative, const Block<T>& b, int n) {
   T rise[kBlock], fall[kBlock];
   for (int i = 0; i < n; ++i) {
-    rise[i] = b.advantage[i] > T(0) ? b.advantage[i] : T(0);
-    fall[i] = b.advantage[i] < T(0) ? b.advantage[i] : T(0);
+    const T a = b.advantage[i], pull = b.coef[i] * a;
+    rise[i] = a > T(0) ? pull : T(0);
+    fall[i] = a < T(0) ? pull : T(0);
   }
-  add_product(positive, b.coef, rise, n);
-  add_product(negative, b.coef, fall, n);
+  add(positive, rise, n);
+  add(negative, fall, n);
 }
 
 template <typename T>
@@ -152,7 +157,7 @@ MEGARL_INLINE void add_totals(RowLanes& totals, Block<T>& b, const View<T>& v, c
                               int n) {
   Lanes* t = totals.of;
   if (!is_of_whole_sequences(c.objective)) add_product(t[kPgLoss], b.coef, b.loss, n);
-  add(t[kNegLogRatio], b.near, n);
+  add_short(t[kNegLogRatio], b.near, n);
   for (int k = 0; k < kNumFlags[c.objective]; ++k) add_short(t[kFlag0 + k], b.flag[k], n);
   if (v.ref_logprobs != nullptr) {
     add_product(t[kKlLoss], b.weight, b.kl, n);
@@ -162,11 +167,6 @@ MEGARL_INLINE void add_totals(RowLanes& totals, Block<T>& b, const View<T>& v, c
   if (!c.all_metrics) return;
   if (v.entropy != nullptr) add_short(t[kEntropy], b.entropy, n);
   if (kHasMean[c.objective]) add_short(t[kMeanValue], b.mean, n);
-  for (int i = 0; i < n; ++i) {
-    b.used_ratio[i] = b.ratio[i] * b.used[i];
-    b.ratio_square[i] = b.ratio[i] * b.used_ratio[i];
-    b.clamped[i] = b.log_ratio[i] != b.near[i] ? T(1) : T(0);
-  }
   add_short(t[kK3Mean], b.k3, n);
   add_short(t[kRatio], b.used_ratio, n);
   add_short(t[kRatioSquare], b.ratio_square, n);
