@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common.h"
-#include "policy_math.h"
+#include "policy_objectives.h"
 
 #include <optional>
 #include <tuple>
@@ -23,7 +23,7 @@ template <typename T>
 struct View {
   const T *logprobs, *old_logprobs, *advantages, *weight;
   const T *rollout_logprobs, *ref_logprobs, *correction, *entropy;
-  const uint8_t *mask, *selected;  // 0 or 1
+  const uint8_t *mask, *selected;
   bool checks_entropy;  // one that is not finite drops its token
 };
 

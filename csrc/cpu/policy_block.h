@@ -20,11 +20,11 @@ static_assert(kBlock % kLanes == 0, "whole lanes");
 template <typename T>
 struct alignas(64) Block {
   // as loaded; 0 where a token is not used
-  T used[kBlock], dropped[kBlock], logprob[kBlock], advantage[kBlock], rise[kBlock], fall[kBlock];
-  T weight[kBlock], coef[kBlock], log_ratio[kBlock], gap[kBlock], reference[kBlock];
-  T entropy[kBlock], selected[kBlock];
+  T used[kBlock], dropped[kBlock], logprob[kBlock], advantage[kBlock], weight[kBlock], coef[kBlock];
+  T log_ratio[kBlock], gap[kBlock], reference[kBlock], entropy[kBlock], selected[kBlock];
   // of the ratio
-  T near[kBlock], ratio[kBlock], used_ratio[kBlock], clamped[kBlock], k3[kBlock], distance[kBlock];
+  T near[kBlock], ratio[kBlock], k3[kBlock], distance[kBlock], square[kBlock];
+  T used_ratio[kBlock], ratio_square[kBlock], clamped[kBlock];
   // of the objective
   T loss[kBlock], grad[kBlock], mean[kBlock], flag[4][kBlock], kl[kBlock];
 };
@@ -34,55 +34,72 @@ struct Lanes {
 };
 
 template <typename T>
-MEGARL_INLINE void add(Lanes& sum, const T* x, int n) {
-  double part[kLanes];
-  for (int j = 0; j < kLanes; ++j) part[j] = sum.part[j];
+MEGARL_INLINE void add(Lanes& sum, const T* __restrict x, int n) {
+  double* __restrict part = sum.part;
+#pragma GCC unroll 4
   for (int i = 0; i < n; i += kLanes) {
     for (int j = 0; j < kLanes; ++j) part[j] += static_cast<double>(x[i + j]);
   }
-  for (int j = 0; j < kLanes; ++j) sum.part[j] = part[j];
 }
 
 template <typename T>
-MEGARL_INLINE void add_product(Lanes& sum, const T* x, const T* y, int n) {
-  double part[kLanes];
-  for (int j = 0; j < kLanes; ++j) part[j] = sum.part[j];
+MEGARL_INLINE void add_product(Lanes& sum, const T* __restrict x, const T* __restrict y, int n) {
+  double* __restrict part = sum.part;
+#pragma GCC unroll 4
   for (int i = 0; i < n; i += kLanes) {
     for (int j = 0; j < kLanes; ++j) {
       part[j] += static_cast<double>(x[i + j]) * static_cast<double>(y[i + j]);
     }
   }
-  for (int j = 0; j < kLanes; ++j) sum.part[j] = part[j];
+}
+
+// The same with a block's terms of a lane, which are few (kBlock / kLanes), added in their own type
+// first: exact for numbers that are 1 or 0, and within the rounding of the terms for what is reported.
+template <typename T>
+MEGARL_INLINE void add_short(Lanes& sum, const T* __restrict x, int n) {
+  T leaf[kLanes] = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) leaf[j] += x[i + j];
+  }
+  for (int j = 0; j < kLanes; ++j) sum.part[j] += static_cast<double>(leaf[j]);
+}
+
+// 1 where the byte is not 0.
+template <typename T>
+MEGARL_INLINE void read_mask(T* __restrict out, const uint8_t* __restrict mask, int n) {
+  for (int i = 0; i < n; ++i) out[i] = static_cast<T>(mask[i]);
+  for (int i = 0; i < n; ++i) out[i] = out[i] != T(0) ? T(1) : T(0);
 }
 
 // What every loss reads, and which tokens are used: trained, and finite in everything that is read.
 // `bad`: not 0 where one of the further rows is not finite; null where there are none.
 template <typename T>
 MEGARL_INLINE void load_always(Block<T>& b, const View<T>& v, const T* bad, int64_t at, int n) {
-  const T *lp = v.logprobs + at, *lo = v.old_logprobs + at, *a = v.advantages + at,
-          *w = v.weight + at;
-  const uint8_t* mask = v.mask + at;
-  for (int i = 0; i < n; ++i) b.dropped[i] = static_cast<T>(mask[i]);
+  const T *__restrict lp = v.logprobs + at, *__restrict lo = v.old_logprobs + at;
+  const T *__restrict a = v.advantages + at, *__restrict w = v.weight + at;
+  const uint8_t* __restrict mask = v.mask + at;
+  T *__restrict used = b.used, *__restrict dropped = b.dropped;
+  read_mask(dropped, mask, n);
   if (bad != nullptr) {
-    for (int i = 0; i < n; ++i) b.used[i] = bad[i] == T(0) ? b.dropped[i] : T(0);
+    for (int i = 0; i < n; ++i) used[i] = bad[i] == T(0) ? dropped[i] : T(0);
   } else {
-    for (int i = 0; i < n; ++i) b.used[i] = b.dropped[i];
+    for (int i = 0; i < n; ++i) used[i] = dropped[i];
   }
+  T *__restrict logprob = b.logprob, *__restrict log_ratio = b.log_ratio;
+  T *__restrict advantage = b.advantage, *__restrict weight = b.weight, *__restrict coef = b.coef;
   for (int i = 0; i < n; ++i) {
-    const T logprob = lp[i], d = lp[i] - lo[i], advantage = a[i], weight = w[i];
-    const T finite = (unless_finite(logprob) + unless_finite(lo[i])) +
-                     (unless_finite(advantage) + unless_finite(weight));
-    const T used = finite == T(0) ? b.used[i] : T(0);
-    const T a_used = used != T(0) ? advantage : T(0), w_used = used != T(0) ? weight : T(0);
-    b.used[i] = used;
-    b.dropped[i] -= used;
-    b.logprob[i] = used != T(0) ? logprob : T(0);
-    b.log_ratio[i] = used != T(0) ? d : T(0);
-    b.advantage[i] = a_used;
-    b.rise[i] = a_used > T(0) ? a_used : T(0);
-    b.fall[i] = a_used < T(0) ? a_used : T(0);
-    b.weight[i] = w_used;
-    b.coef[i] = w_used;
+    const T finite = (unless_finite(lp[i]) + unless_finite(lo[i])) +
+                     (unless_finite(a[i]) + unless_finite(w[i]));
+    const T d = lp[i] - lo[i], is_used = finite == T(0) ? used[i] : T(0);
+    const T a_used = is_used != T(0) ? a[i] : T(0), w_used = is_used != T(0) ? w[i] : T(0);
+    used[i] = is_used;
+    dropped[i] -= is_used;
+    logprob[i] = is_used != T(0) ? lp[i] : T(0);
+    log_ratio[i] = is_used != T(0) ? d : T(0);
+    advantage[i] = a_used;
+    weight[i] = w_used;
+    coef[i] = w_used;
   }
 }
 
@@ -140,7 +157,7 @@ MEGARL_INLINE void load(Block<T>& b, const View<T>& v, int64_t at, int n) {
   if (v.entropy != nullptr) select(b.entropy, b.used, v.entropy + at, n);
   if (v.selected != nullptr) {
     const uint8_t* selected = v.selected + at;
-    for (int i = 0; i < n; ++i) b.selected[i] = static_cast<T>(selected[i]);
+    read_mask(b.selected, selected, n);
     for (int i = 0; i < n; ++i) b.selected[i] *= b.used[i];
   }
 }
@@ -148,7 +165,7 @@ MEGARL_INLINE void load(Block<T>& b, const View<T>& v, int64_t at, int n) {
 // Nothing of what was loaded is used, from token `from` to `to`; what was dropped stays so.
 template <typename T>
 void clear(Block<T>& b, int from, int to) {
-  for (T* x : {b.used, b.logprob, b.advantage, b.rise, b.fall, b.weight, b.coef, b.log_ratio, b.gap,
+  for (T* x : {b.used, b.logprob, b.advantage, b.weight, b.coef, b.log_ratio, b.gap,
                b.reference, b.entropy, b.selected}) {
     std::fill(x + from, x + to, T(0));
   }

@@ -1,7 +1,9 @@
 // policy_loss and policy_sums on the CPU: a sequence at a time, in blocks that stay in the L1 cache.
 //
-// 1. Pass 1 sums over the sequence what decides about all its tokens; pass 2 writes gradients and sums
-//    what is reported.  The sequence is in the L2 cache by then, so memory is read once.
+// 1. Memory is read once.  A token's gradient follows at once where nothing about its whole sequence is
+//    needed, or is given.  Else an objective of whole sequences writes seeds of gradients and finishes
+//    them when the sequence's ratio is known (Finish); and what is left (a divergence beside such an
+//    objective, off-policy masking) takes a second pass over the sequence, then in the L2 cache.
 // 2. A sequence is one thread's; its sums are lane sums (simd.h) and rows' totals are added up in the
 //    order of the sequences: neither threads nor vector width change a bit.
 #include "bounds.h"
@@ -37,6 +39,13 @@ namespace {
 MEGARL_STAGES(float)
 MEGARL_STAGES(double)
 
+MEGARL_SIMD void stage_finish(float* grad, int64_t n, float down, float up) {
+  finish_seeds(grad, n, down, up);
+}
+MEGARL_SIMD void stage_finish(double* grad, int64_t n, double down, double up) {
+  finish_seeds(grad, n, down, up);
+}
+
 #define MEGARL_OBJECTIVE(name, id)                                                                  \
   MEGARL_SIMD void stage_##name(Block<float>& b, const Sequence& s, const Parameters& p, int n) {    \
     apply<id>(b, s, p, n, [](const auto&... of) { return name<float>(of...); });                    \
@@ -56,13 +65,33 @@ MEGARL_OBJECTIVE(gspo, kGspo)
 MEGARL_OBJECTIVE(gspo_token, kGspoToken)
 MEGARL_OBJECTIVE(gmpo, kGmpo)
 
+MEGARL_OBJECTIVE(gspo_seed, kGspo)
+MEGARL_OBJECTIVE(gspo_token_seed, kGspoToken)
+MEGARL_OBJECTIVE(gmpo_seed, kGmpo)
+
+template <typename T>
+using Stage = void (*)(Block<T>&, const Sequence&, const Parameters&, int);
+
 // In the order of Objective.
 template <typename T>
-constexpr void (*kStages[kNumObjectives])(Block<T>&, const Sequence&, const Parameters&, int) = {
+constexpr Stage<T> kStages[kNumObjectives] = {
     stage_reinforce, stage_sft,    stage_ppo_clip, stage_cispo, stage_sapo,      stage_aspo,
     stage_minirl,    stage_kl_cov, stage_gspo,     stage_gspo_token, stage_gmpo};
+template <typename T>
+constexpr Stage<T> kSeeds[kNumObjectives] = {
+    nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr,
+    stage_gspo_seed, stage_gspo_token_seed, stage_gmpo_seed};
 
 // --- a sequence --------------------------------------------------------------------------------------
+
+// What is known of its sequence when a token comes.
+enum class Known { kAll, kNothingYet, kAfterFirstPass };
+
+inline Known known_of(const Choices& c, bool given) {
+  const bool whole = is_of_whole_sequences(c.objective);
+  if (given || (!whole && c.opsm == kNoOpsm)) return Known::kAll;
+  return whole && c.kl_type == kNoKl ? Known::kNothingYet : Known::kAfterFirstPass;
+}
 
 template <typename T>
 class SequenceKernel {
@@ -70,7 +99,7 @@ class SequenceKernel {
   SequenceKernel(const View<T>& view, const Choices& choices, const Parameters& parameters)
       : v_(view), c_(choices), p_(parameters) {}
 
-  // Pass 1, with what is only reported where `all`.
+  // Sums of the sequence [begin, end), with what is only reported where `all`.
   void sum(int64_t begin, int64_t end, bool all, Lanes* sums) {
     for (int64_t at = begin; at < end; at += kBlock) {
       const int n = fill(at, end);
@@ -82,20 +111,21 @@ class SequenceKernel {
     }
   }
 
-  // Pass 2.  `sums`: of what is only reported, or null.
-  void apply(int64_t begin, int64_t end, const Sequence& s, Lanes* sums, RowLanes& totals, T* grad,
-             T* grad_entropy) {
+  // Gradients, or seeds of them, with all sums; `s` is not read where `stage` makes seeds.
+  void apply(int64_t begin, int64_t end, const Sequence& s, Stage<T> stage, Lanes* sums,
+             RowLanes& totals, T* grad, T* grad_entropy) {
     const bool needs_ratio =
         c_.all_metrics || has_ratio_in_loss(c_.objective) || c_.kl_weight == kWeightOld;
     for (int64_t at = begin; at < end; at += kBlock) {
       const int n = fill(at, end), count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
+      stage_decisive(sums, block_, c_, p_, n);
       if (!s.alive) clear(block_, 0, n);
-      if (!s.kept) std::fill_n(block_.coef, kBlock, T(0));
+      if (!s.kept) std::fill_n(block_.coef, n, T(0));
       needs_ratio ? stage_ratios(block_, n) : stage_near(block_, n);
-      kStages<T>[c_.objective](block_, s, p_, n);
+      stage(block_, s, p_, n);
       if (v_.ref_logprobs != nullptr) stage_kl(block_, c_, s, p_, n);
       std::copy_n(block_.grad, count, grad + at);
-      if (sums != nullptr) stage_reported(sums, block_, n);
+      if (c_.all_metrics) stage_reported(sums, block_, n);
       stage_totals(totals, block_, v_, c_, n);
       if (grad_entropy != nullptr) {
         const T coef = T(-p_.entropy_coef);
@@ -110,8 +140,10 @@ class SequenceKernel {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - at));
     const int n = (count + kLanes - 1) / kLanes * kLanes;
     stage_load(block_, v_, at, count);
-    clear(block_, count, n);
-    std::fill(block_.dropped + count, block_.dropped + n, T(0));
+    if (count < n) {
+      clear(block_, count, n);
+      std::fill(block_.dropped + count, block_.dropped + n, T(0));
+    }
     return n;
   }
 
@@ -138,7 +170,7 @@ void add_up(const std::vector<double>& of_sequences, double* totals) {
   totals[kNegLogRatio] = 0.0 - totals[kNegLogRatio];
 }
 
-// Of one sequence, in the order of Total.  `sums`: its tokens here, of pass 1.
+// Of one sequence, in the order of Total.  `sums`: of its tokens here.
 void write_totals(const RowLanes& lanes, const double* sums, const Sequence& s, const Choices& c,
                   double* out) {
   for (int k = 0; k < kRatioMin; ++k) out[k] = fold(lanes.of[k].part);
@@ -150,6 +182,23 @@ void write_totals(const RowLanes& lanes, const double* sums, const Sequence& s, 
   const double *low = lanes.of[kRatioMin].part, *high = lanes.of[kRatioMax].part;
   out[kRatioMin] = *std::min_element(low, low + kLanes);
   out[kRatioMax] = *std::max_element(high, high + kLanes);
+}
+
+// Seeds of gradients to gradients, and totals to what they are with the sequence known.
+template <typename T>
+void finish_sequence(const Sequence& s, const Choices& c, int64_t begin, int64_t end, T* grad,
+                     T* grad_entropy, double* totals) {
+  const Finish finish = finish_of(s, c.objective);
+  stage_finish(grad + begin, end - begin, T(finish.down), T(finish.up));
+  totals[kFlag0] *= finish.flag0;
+  totals[kFlag1] *= finish.flag1;
+  if (s.alive) return;
+  if (grad_entropy != nullptr) std::fill(grad_entropy + begin, grad_entropy + end, T(0));
+  const double dropped = totals[kDroppedTokens];
+  std::fill_n(totals, int(kNumTotals), 0.0);
+  totals[kDroppedTokens] = dropped;
+  totals[kRatioMin] = HUGE_VAL;
+  totals[kRatioMax] = -HUGE_VAL;
 }
 
 // --- a row -------------------------------------------------------------------------------------------
@@ -171,23 +220,37 @@ template <typename T>
 void apply_row(const Arguments& a, const std::vector<int64_t>& bounds, bool given, double* sums,
                double* totals, T* grad, T* grad_entropy) {
   const View<T> view = view_of<T>(a);
+  const Choices& c = a.choices;
   const int64_t num_segments = static_cast<int64_t>(bounds.size()) - 1;
+  const Known known = known_of(c, given);
+  const Stage<T> stage = known == Known::kNothingYet ? kSeeds<T>[c.objective]
+                                                     : kStages<T>[c.objective];
   std::vector<double> of_sequences(num_segments * kNumTotals);
-  for_each_sequence(bounds, [&](int64_t s) {
-    SequenceKernel<T> kernel(view, a.choices, a.parameters);
+  for_each_sequence(bounds, [&](int64_t i) {
+    const int64_t begin = bounds[i], end = bounds[i + 1];
+    SequenceKernel<T> kernel(view, c, a.parameters);
+    double whole[kNumSums] = {};  // as long as nothing is known: alive and kept
+    for (int k = 0; k < kNumSums && given; ++k) whole[k] = sums[k * num_segments + i];
+    if (known == Known::kAfterFirstPass) {
+      Lanes first[kNumSums];
+      kernel.sum(begin, end, false, first);
+      write_sums(first, 0, kNumDecisive, whole, 1);
+    }
+    Sequence sequence = sequence_of(whole, c, a.parameters);
     Lanes lanes[kNumSums];
-    kernel.sum(bounds[s], bounds[s + 1], false, lanes);
-    double here[kNumSums], whole[kNumSums];
-    write_sums(lanes, 0, kNumSums, here, 1);
-    for (int k = 0; k < kNumSums; ++k) whole[k] = given ? sums[k * num_segments + s] : here[k];
-    const Sequence sequence = sequence_of(whole, a.choices, a.parameters);
     RowLanes row;
     std::fill_n(row.of[kRatioMin].part, kLanes, HUGE_VAL);
     std::fill_n(row.of[kRatioMax].part, kLanes, -HUGE_VAL);
-    kernel.apply(bounds[s], bounds[s + 1], sequence,
-                 !given && a.choices.all_metrics ? lanes : nullptr, row, grad, grad_entropy);
-    if (!given) write_sums(lanes, 0, kNumSums, sums + s, num_segments);
-    write_totals(row, here, sequence, a.choices, &of_sequences[s * kNumTotals]);
+    kernel.apply(begin, end, sequence, stage, lanes, row, grad, grad_entropy);
+    double here[kNumSums];
+    write_sums(lanes, 0, kNumSums, here, 1);
+    if (known == Known::kNothingYet) sequence = sequence_of(here, c, a.parameters);
+    double* of_sequence = &of_sequences[i * kNumTotals];
+    write_totals(row, here, sequence, c, of_sequence);
+    if (known == Known::kNothingYet) {
+      finish_sequence(sequence, c, begin, end, grad, grad_entropy, of_sequence);
+    }
+    for (int k = 0; k < kNumSums && !given; ++k) sums[k * num_segments + i] = here[k];
   });
   add_up(of_sequences, totals);
 }

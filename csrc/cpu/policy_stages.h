@@ -28,6 +28,7 @@ MEGARL_INLINE void find_ratios(Block<T>& b, int n) {
     b.ratio[i] = e.exp;
     b.k3[i] = e.expm1_mx;
     b.distance[i] = e.expm1 < T(0) ? -e.expm1 : e.expm1;
+    b.square[i] = near * near;
   }
 }
 
@@ -36,14 +37,25 @@ MEGARL_INLINE void find_near(Block<T>& b, int n) {
   for (int i = 0; i < n; ++i) b.near[i] = clamped_log_ratio(b.log_ratio[i]);
 }
 
+// coef A by A's sign.
+template <typename T>
+MEGARL_INLINE void add_pulls(Lanes& positive, Lanes& negative, const Block<T>& b, int n) {
+  T rise[kBlock], fall[kBlock];
+  for (int i = 0; i < n; ++i) {
+    rise[i] = b.advantage[i] > T(0) ? b.advantage[i] : T(0);
+    fall[i] = b.advantage[i] < T(0) ? b.advantage[i] : T(0);
+  }
+  add_product(positive, b.coef, rise, n);
+  add_product(negative, b.coef, fall, n);
+}
+
 template <typename T>
 MEGARL_INLINE void add_decisive(Lanes* sums, Block<T>& b, const Choices& c, const Parameters& p,
                                 int n) {
-  add(sums[kCount], b.used, n);
-  add(sums[kDropped], b.dropped, n);
+  add_short(sums[kCount], b.used, n);
+  add_short(sums[kDropped], b.dropped, n);
   add(sums[kLogRatio], b.log_ratio, n);
-  add_product(sums[kPositive], b.coef, b.rise, n);
-  add_product(sums[kNegative], b.coef, b.fall, n);
+  add_pulls(sums[kPositive], sums[kNegative], b, n);
   if (c.opsm != kNoOpsm) {
     add(sums[kGap], c.opsm == kAgainstOld ? b.log_ratio : b.gap, n);
     add(sums[kAdvantage], b.advantage, n);
@@ -59,8 +71,8 @@ MEGARL_INLINE void add_decisive(Lanes* sums, Block<T>& b, const Choices& c, cons
 // Needs find_ratios.
 template <typename T>
 MEGARL_INLINE void add_reported(Lanes* sums, const Block<T>& b, int n) {
-  add_product(sums[kSquare], b.near, b.near, n);
-  add(sums[kDistance], b.distance, n);
+  add_short(sums[kSquare], b.square, n);
+  add_short(sums[kDistance], b.distance, n);
 }
 
 template <int kObjective, typename T, typename Compute>
@@ -78,6 +90,15 @@ MEGARL_INLINE void apply(Block<T>& b, const Sequence& s, const Parameters& p, in
     if constexpr (kNumFlags[kObjective] > 1) b.flag[1][i] = out.flag1;
     if constexpr (kNumFlags[kObjective] > 2) b.flag[2][i] = out.flag2;
     if constexpr (kNumFlags[kObjective] > 3) b.flag[3][i] = out.flag3;
+  }
+}
+
+// Seeds to gradients; where a seed is 0 so is the gradient.
+template <typename T>
+MEGARL_INLINE void finish_seeds(T* __restrict grad, int64_t n, T down, T up) {
+  for (int64_t i = 0; i < n; ++i) {
+    const T factor = grad[i] < T(0) ? down : up, value = grad[i] * factor;
+    grad[i] = grad[i] != T(0) ? value : T(0);
   }
 }
 
@@ -132,23 +153,24 @@ MEGARL_INLINE void add_totals(RowLanes& totals, Block<T>& b, const View<T>& v, c
   Lanes* t = totals.of;
   if (!is_of_whole_sequences(c.objective)) add_product(t[kPgLoss], b.coef, b.loss, n);
   add(t[kNegLogRatio], b.near, n);
-  for (int k = 0; k < kNumFlags[c.objective]; ++k) add(t[kFlag0 + k], b.flag[k], n);
+  for (int k = 0; k < kNumFlags[c.objective]; ++k) add_short(t[kFlag0 + k], b.flag[k], n);
   if (v.ref_logprobs != nullptr) {
     add_product(t[kKlLoss], b.weight, b.kl, n);
     add_product(t[kKl], b.used, b.kl, n);
   }
   if (v.checks_entropy) add_product(t[kEntropyLoss], b.weight, b.entropy, n);
   if (!c.all_metrics) return;
-  if (v.entropy != nullptr) add(t[kEntropy], b.entropy, n);
-  if (kHasMean[c.objective]) add_product(t[kMeanValue], b.mean, b.used, n);
+  if (v.entropy != nullptr) add_short(t[kEntropy], b.entropy, n);
+  if (kHasMean[c.objective]) add_short(t[kMeanValue], b.mean, n);
   for (int i = 0; i < n; ++i) {
     b.used_ratio[i] = b.ratio[i] * b.used[i];
+    b.ratio_square[i] = b.ratio[i] * b.used_ratio[i];
     b.clamped[i] = b.log_ratio[i] != b.near[i] ? T(1) : T(0);
   }
-  add(t[kK3Mean], b.k3, n);
-  add(t[kRatio], b.used_ratio, n);
-  add_product(t[kRatioSquare], b.used_ratio, b.used_ratio, n);
-  add(t[kRatioClamped], b.clamped, n);
+  add_short(t[kK3Mean], b.k3, n);
+  add_short(t[kRatio], b.used_ratio, n);
+  add_short(t[kRatioSquare], b.ratio_square, n);
+  add_short(t[kRatioClamped], b.clamped, n);
   add_extremes(totals, b, n);
 }
 

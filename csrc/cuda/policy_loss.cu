@@ -63,9 +63,8 @@ __device__ double block_max(double value) {
   partial[threadIdx.x] = value;
   __syncthreads();
   for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half && partial[threadIdx.x + half] > partial[threadIdx.x]) {
-      partial[threadIdx.x] = partial[threadIdx.x + half];
-    }
+    double* const mine = partial + threadIdx.x;
+    if (threadIdx.x < half) *mine = fmax(*mine, mine[half]);
     __syncthreads();
   }
   const double result = partial[0];
@@ -87,12 +86,12 @@ __device__ void sum_sequence(const View<T>& v, const Choices& c, const Parameter
     mine[kLogRatio] += t.log_ratio;
     mine[kPositive] += t.advantage > 0 ? pull : 0;
     mine[kNegative] += t.advantage < 0 ? pull : 0;
-    mine[kGap] += c.opsm == kAgainstOld ? t.log_ratio : t.gap;
-    mine[kAdvantage] += t.advantage;
-    if (c.objective == kGmpo) {
-      mine[kClippedLogRatio] +=
-          gmpo_clipped(t.advantage, t.log_ratio, T(p.log_low), T(p.log_high));
-    }
+    const T gap = c.opsm == kAgainstOld ? t.log_ratio : t.gap;
+    mine[kGap] += c.opsm != kNoOpsm ? gap : 0;
+    mine[kAdvantage] += c.opsm != kNoOpsm ? t.advantage : 0;
+    const T held = gmpo_clipped(t.advantage, t.log_ratio, T(p.log_low), T(p.log_high));
+    mine[kClippedLogRatio] += c.objective == kGmpo ? held : 0;
+    if (!c.all_metrics) continue;
     const T near = clamped_log_ratio(t.log_ratio);
     const T expm1 = exponential(near).expm1;
     mine[kSquare] += static_cast<double>(near) * near;
@@ -165,7 +164,7 @@ __device__ void apply_token(const View<T>& v, const Choices& c, const Parameters
   totals[kFlag3] += out.flag3;
   if (!c.all_metrics) return;
   totals[kEntropy] += x.entropy;
-  totals[kMeanValue] += static_cast<double>(out.mean) * t.used;
+  totals[kMeanValue] += out.mean;
   totals[kK3Mean] += e.expm1_mx;
   totals[kRatio] += ratio;
   totals[kRatioSquare] += ratio * ratio;
@@ -249,10 +248,23 @@ void launch_loss(const Arguments& a, bool given, Output& out) {
 
 template <typename T, typename index_t>
 void launch_sums(const Arguments& a, Tensor& sums) {
-  sums_kernel<T, index_t><<<a.cu_seqlens.numel() - 1, kThreads, 0, current_stream(a.logprobs)>>>(
+  if (sums.numel() == 0) return;
+  sums_kernel<T, index_t><<<sums.size(1), kThreads, 0, current_stream(a.logprobs)>>>(
       view_of<T>(a), a.choices, a.parameters, a.cu_seqlens.const_data_ptr<index_t>(),
       a.logprobs.numel(), sums.mutable_data_ptr<double>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Calls `launch` with a number of the row's type and one of its bounds'.
+template <typename Launch>
+void dispatch(const char* op, const Arguments& a, const Launch& launch) {
+  // bounds of no sequence are seen by no block
+  STD_TORCH_CHECK(a.cu_seqlens.numel() > 1 || a.logprobs.numel() == 0, op, ": cu_seqlens must end ",
+                  "at the ", a.logprobs.numel(), " tokens, got no sequence");
+  const bool narrow = a.cu_seqlens.scalar_type() == ScalarType::Int;
+  const bool single = a.logprobs.scalar_type() == ScalarType::Float;
+  if (single) narrow ? launch(float(), int32_t()) : launch(float(), int64_t());
+  if (!single) narrow ? launch(double(), int32_t()) : launch(double(), int64_t());
 }
 
 }  // namespace
@@ -260,15 +272,11 @@ void launch_sums(const Arguments& a, Tensor& sums) {
 Tensor policy_sums_cuda(MEGARL_POLICY_SIGNATURE) {
   const Arguments a = checked_arguments("policy_sums", MEGARL_POLICY_ARGUMENTS);
   const torch::stable::accelerator::DeviceGuard guard(logprobs.get_device_index());
-  const int64_t num_segments = a.cu_seqlens.numel() - 1;
-  Tensor sums = torch::stable::new_zeros(a.logprobs, {kNumSums, num_segments}, ScalarType::Double);
-  if (num_segments == 0) return sums;
-  const bool narrow = a.cu_seqlens.scalar_type() == ScalarType::Int;
-  if (a.logprobs.scalar_type() == ScalarType::Float) {
-    narrow ? launch_sums<float, int32_t>(a, sums) : launch_sums<float, int64_t>(a, sums);
-  } else {
-    narrow ? launch_sums<double, int32_t>(a, sums) : launch_sums<double, int64_t>(a, sums);
-  }
+  Tensor sums = torch::stable::new_zeros(a.logprobs, {kNumSums, a.cu_seqlens.numel() - 1},
+                                         ScalarType::Double);
+  dispatch("policy_sums", a, [&](auto number, auto bound) {
+    launch_sums<decltype(number), decltype(bound)>(a, sums);
+  });
   return sums;
 }
 
@@ -277,14 +285,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_cuda(
   const Arguments a = checked_arguments("policy_loss", MEGARL_POLICY_ARGUMENTS);
   const torch::stable::accelerator::DeviceGuard guard(logprobs.get_device_index());
   Output out = new_output("policy_loss", a, sequence_sums);
-  const bool given = sequence_sums.has_value();
-  const bool narrow = a.cu_seqlens.scalar_type() == ScalarType::Int;
-  if (a.logprobs.scalar_type() == ScalarType::Float) {
-    narrow ? launch_loss<float, int32_t>(a, given, out) : launch_loss<float, int64_t>(a, given, out);
-  } else {
-    narrow ? launch_loss<double, int32_t>(a, given, out)
-           : launch_loss<double, int64_t>(a, given, out);
-  }
+  dispatch("policy_loss", a, [&](auto number, auto bound) {
+    launch_loss<decltype(number), decltype(bound)>(a, sequence_sums.has_value(), out);
+  });
   return {out.grad, out.grad_entropy, out.sums, out.totals};
 }
 

@@ -67,7 +67,7 @@ def loss_metrics(
         Metric("policy/pg_loss", Sum(row.pg_loss)),
         Metric("policy/entropy_loss", Sum(row.entropy_loss)),
         Metric("policy/nonfinite_tokens", Sum(row.dropped)),
-        mean("entropy", row.entropy),
+        *([mean("entropy", row.entropy)] if all_metrics else []),
         *(mean(name, total) for name, total in row.of_tokens.items()),
     ]
     if row.kl is not None:

@@ -30,13 +30,13 @@ class Evaluation:
     dropped: torch.Tensor
     seq_flags: dict[str, torch.Tensor]
 
-    def sums(self) -> RowSums:
+    def sums(self, all_metrics: bool = True) -> RowSums:
         mask = self.row.mask
 
         def total(values: torch.Tensor) -> float:
             return float(values[mask].double().sum())
 
-        each = self.token.flags | self.token.means
+        each = self.token.flags | (self.token.means if all_metrics else {})
         return RowSums(
             tokens=float(mask.sum()),
             dropped=float(self.dropped.sum()),

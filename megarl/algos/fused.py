@@ -132,7 +132,7 @@ def fused(inputs: LossInputs, segments: Segments, terms: PolicyTerms, reads_roll
         rollout_logprobs=inputs.rollout_logprobs if reads_rollout else None,
         ref_logprobs=inputs.ref_logprobs if terms.kl_type else None,
         correction=inputs.correction,
-        entropy=inputs.entropy,
+        entropy=inputs.entropy if terms.reads_entropy else None,
         selected=inputs.selected,
     )
     whole = None
@@ -151,11 +151,12 @@ def fused(inputs: LossInputs, segments: Segments, terms: PolicyTerms, reads_roll
 _SEQUENCE_SUMS = tuple(f.name for f in fields(SequenceSums))
 
 
-def tokens_reported(policy: Any, totals: dict[str, float]) -> dict[str, float]:
-    """Name -> total over used tokens: the policy's flags and mean."""
+def tokens_reported(policy: Any, totals: dict[str, float], all_metrics: bool) -> dict[str, float]:
+    """Name -> total over used tokens: the policy's flags, and its mean where it was summed."""
     kernel = KERNELS[policy.name]
     found = {name: totals[f"flag{k}"] for k, name in enumerate(kernel.flags(policy)) if name}
-    return found | ({kernel.mean: totals["mean"]} if kernel.mean else {})
+    mean = kernel.mean if all_metrics else None
+    return found | ({mean: totals["mean"]} if mean else {})
 
 
 def ratio_sums(totals: dict[str, float]) -> RatioSums:

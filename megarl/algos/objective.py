@@ -105,7 +105,7 @@ class Objective:
             else 0.0,
             entropy=totals["entropy"],
             kl=None if self.kl is None else totals["kl"],
-            of_tokens=tokens_reported(self.policy, totals),
+            of_tokens=tokens_reported(self.policy, totals, self.all_metrics),
             ratios=ratio_sums(totals),
             sequences=sequences,
             kept=kept,
@@ -127,7 +127,7 @@ class Objective:
             found.loss,
             found.grad_logprobs.to(inputs.logprobs.dtype),
             found.grad_entropy.to(inputs.entropy.dtype) if coefficients.entropy else None,
-            found.sums(),
+            found.sums(self.all_metrics),
             found.dropped,
         )
 

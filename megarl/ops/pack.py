@@ -18,8 +18,8 @@ squared sizes among its R rows: what the slowest rank computes, padding included
    microbatch, then between the costliest and the cheapest rank. No microbatch gets longer by it,
    and none of the second kind makes the costliest row of a microbatch costlier.
 
-Integers only, ties decided by an index: kernel (csrc/host/pack.cpp) and reference give one plan, on
-every machine. Samples count by size, equal ones by index.
+Integers only, ties decided by an index: kernel (csrc/host/pack_*.cpp) and reference give one plan,
+on every machine. Samples count by size, equal ones by index.
 """
 
 from collections.abc import Sequence

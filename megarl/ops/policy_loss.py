@@ -22,14 +22,16 @@ The outputs are data, with no gradient of their own: the loss that autograd sees
 (``algos/objective.py``), its backward pass being one multiplication.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megarl.ops._arguments import check_device
 from megarl.ops._native import native_devices
 from megarl.ops._selfcheck import self_check
 
@@ -107,7 +109,7 @@ TOTALS = (
 class PolicyTerms:
     """What is computed. ``parameters``: names of ``PARAMETERS``, 0 where absent; infinite for a
     bound that is none. ``all_metrics``: off, only losses, clip fractions and the mean log-ratio
-    are summed, and the further totals are 0.
+    are summed; the further totals are 0, the extremes infinite.
     """
 
     objective: str
@@ -117,6 +119,10 @@ class PolicyTerms:
     opsm: str = ""
     all_metrics: bool = True
 
+    @property
+    def reads_entropy(self) -> bool:
+        return self.all_metrics or bool(self.parameters.get("entropy_coef"))
+
     def codes(self) -> tuple[Tensor, int, int, int, int, bool]:
         """As the kernels take them. ValueError for a name that is none."""
         unknown = set(self.parameters) - set(PARAMETERS)
@@ -125,18 +131,24 @@ class PolicyTerms:
         numbers = [float(self.parameters.get(name, 0.0)) for name in PARAMETERS]
         return (
             torch.tensor(numbers, dtype=torch.float64),
-            OBJECTIVES.index(self.objective),
-            KL_TYPES.index(self.kl_type),
-            KL_WEIGHTS.index(self.kl_weight),
-            OPSM.index(self.opsm),
+            _code("objective", self.objective, OBJECTIVES),
+            _code("kl_type", self.kl_type, KL_TYPES),
+            _code("kl_weight", self.kl_weight, KL_WEIGHTS),
+            _code("opsm", self.opsm, OPSM),
             self.all_metrics,
         )
+
+
+def _code(what: str, name: str, accepted: tuple[str, ...]) -> int:
+    if name not in accepted:
+        raise ValueError(f"policy_loss: {what} {name!r}; accepted: {accepted}")
+    return accepted.index(name)
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """f32 or f64 [T], all of one type; masks bool [T]; ``cu_seqlens`` i32 or i64 [S + 1]. What the
-    terms do not read may be None.
+    terms do not read may be None. ``weight`` and ``correction`` are 0 or more.
     """
 
     logprobs: Tensor
@@ -153,7 +165,7 @@ class PolicyRow:
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (
-            self.logprobs.detach(),
+            self.logprobs,
             self.old_logprobs,
             self.advantages,
             self.weight,
@@ -162,7 +174,7 @@ class PolicyRow:
             self.rollout_logprobs,
             self.ref_logprobs,
             self.correction,
-            None if self.entropy is None else self.entropy.detach(),
+            self.entropy,
             self.selected,
         )
 
@@ -178,12 +190,14 @@ class PolicyLoss(NamedTuple):
     totals: Tensor
 
 
+@torch.no_grad()
 def policy_sums(row: PolicyRow, terms: PolicyTerms) -> Tensor:
     """f64 [len(SUMS), S]: of the tokens that are here. RuntimeError as ``policy_loss``."""
     out: Tensor = torch.ops.megarl.policy_sums(*row.tensors(), *terms.codes())
     return out
 
 
+@torch.no_grad()
 def policy_loss(row: PolicyRow, terms: PolicyTerms, sums: Tensor | None = None) -> PolicyLoss:
     """``sums``: of the whole sequences; None where the row holds them whole.
 
@@ -193,12 +207,14 @@ def policy_loss(row: PolicyRow, terms: PolicyTerms, sums: Tensor | None = None) 
     return PolicyLoss(*torch.ops.megarl.policy_loss(*row.tensors(), *terms.codes(), sums))
 
 
-def _fake_sums(logprobs: Tensor, *rest: Tensor) -> Tensor:
+def _fake_sums(logprobs: Tensor, *rest: Any) -> Tensor:
+    _check_devices("policy_sums", logprobs, *rest)
     cu_seqlens = rest[4]
     return logprobs.new_empty((len(SUMS), cu_seqlens.shape[0] - 1), dtype=torch.float64)
 
 
-def _fake_loss(logprobs: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_loss(logprobs: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_devices("policy_loss", logprobs, *rest)
     # Whether there is an entropy term is a number in a tensor, which a fake one does not have.
     context = torch.library.get_ctx()
     return (
@@ -207,6 +223,13 @@ def _fake_loss(logprobs: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor,
         _fake_sums(logprobs, *rest),
         logprobs.new_empty(len(TOTALS), dtype=torch.float64),
     )
+
+
+def _check_devices(op: str, logprobs: Tensor, *rest: Any) -> None:
+    """A row with one tensor on no device runs here, whatever its others are."""
+    for field_, x in zip(fields(PolicyRow)[1:], rest, strict=False):
+        if x is not None:
+            check_device(op, field_.name, x, logprobs)
 
 
 if native_devices("policy_loss"):
@@ -219,8 +242,10 @@ def _check(device: torch.device) -> None:
     """Against the CPU's kernel, which the tests compare with the reference; the totals' order of
     additions is another.
     """
-    for objective in OBJECTIVES:
+    for objective, few in itertools.product(OBJECTIVES, (False, True)):
         row, terms = sample_row(objective)
+        if few:
+            terms = replace(terms, kl_type="", opsm="", all_metrics=False)
         here, there = policy_loss(row, terms), policy_loss(_moved(row, device), terms)
         for expected, found in zip(here, there, strict=True):
             torch.testing.assert_close(found.cpu(), expected, rtol=2e-6, atol=1e-9)

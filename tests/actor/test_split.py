@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.actor import compare
-from tests.actor.split_cases import ALGOS, EDGES, batches, presets
+from tests.actor.split_cases import (
+    ALGOS,
+    BOTH,
+    EDGES,
+    LARGE,
+    LAYOUTS,
+    MANY_ROWS,
+    ONE_ROW,
+    SOME_ROWS,
+    batches,
+    cases,
+    evaluate,
+    presets,
+)
 from tests.helpers.dist import WorkerPool
 
 pytestmark = pytest.mark.dist
@@ -21,50 +33,6 @@ pytestmark = pytest.mark.dist
 # terms' sizes, of order 1, since terms cancel.
 METRIC_TOL = 2e-5
 GRADIENT_TOL = 2e-5  # of the tensor's largest entry
-
-ONE_ROW, SOME_ROWS, MANY_ROWS = 400, 110, 64  # tokens of a row: 1, 4 and 6 rows or more
-LAYOUTS = [
-    {"dp": 2},
-    {"cp": 2},
-    {"pp": 2},
-    {"pp": 2, "vpp": 2},
-    {"tp": 2},
-    {"dp": 2, "ep": 2},
-]
-BOTH = {"tp": 2, "ep": 2, "etp": 1}
-LARGE = [{"dp": 2, "cp": 2}, {"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "vpp": 2, "cp": 2}]
-
-
-def cases(row_tokens: int, row_buckets: int = 1) -> list[Any]:
-    """Every objective on the ordinary batch, some on the odd ones."""
-    all_batches = batches()
-    train = {"row_tokens": row_tokens, "row_buckets": row_buckets}
-    ragged = [(name, algo, all_batches["ragged"], train) for name, algo in ALGOS.items()]
-    odd = [
-        (f"{name} on {batch}", ALGOS[name], samples, train)
-        for name in EDGES
-        for batch, samples in all_batches.items()
-        if batch not in ("ragged", "shuffled")
-    ]
-    return ragged + odd
-
-
-def evaluate(
-    pool: WorkerPool, hf: Path, layout: dict[str, int], work: list[Any]
-) -> dict[str, dict[str, Any]]:
-    world = compare.mesh_of(layout).world_size
-    results = pool.run(
-        "tests.actor.work_split:gradients_of",
-        world=world,
-        timeout_s=300,
-        hf=hf,
-        layout=layout,
-        cases=work,
-    )
-    return {
-        name: {**compare.merged([r[name] for r in results]), "norm": results[0][name]["norm"]}
-        for name, *_ in work
-    }
 
 
 @pytest.fixture(scope="module")

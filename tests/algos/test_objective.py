@@ -317,6 +317,23 @@ def test_the_metrics_of_ratios_are_those_of_a_naive_loop(settings: Mapping[str, 
         assert values[f"policy/{name}"] == pytest.approx(value, rel=1e-9), name
 
 
+@each_policy
+def test_without_all_metrics_there_are_fewer_and_none_is_another(
+    settings: Mapping[str, Any],
+) -> None:
+    inputs, segments = random_row()
+    every, few = (
+        reduce_metrics(
+            [Objective(ragged.policy(**settings), all_metrics=a)(inputs, segments).metrics]
+        )
+        for a in (True, False)
+    )
+    assert few == {name: every[name] for name in few}
+    left_out = {name.removeprefix("policy/") for name in every.keys() - few.keys()}
+    assert "entropy" in left_out
+    assert not any(name.startswith(("clipfrac", "weight_")) for name in left_out)
+
+
 def test_the_metrics_of_clipping_count_tokens_and_sequences() -> None:
     """Sequence 0 lies above the band with A > 0, sequence 1 inside, sequence 2 below with A < 0."""
     logp = [[0.5] * 4, [0.0] * 3, [-0.5] * 2]

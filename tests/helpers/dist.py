@@ -19,6 +19,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,10 @@ from torch.distributed import distributed_c10d
 
 
 class WorkerPool:
-    def __init__(self) -> None:
+    """``env``: what workers have in their environment besides this process's own."""
+
+    def __init__(self, **env: str) -> None:
+        self._env = env
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -79,7 +83,8 @@ class WorkerPool:
         while len(self._workers) < world:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
-            process.start()
+            with mock.patch.dict(os.environ, self._env):
+                process.start()
             there.close()
             self._workers.append((process, here))
 
