@@ -284,7 +284,7 @@ def logprob_entropy(size: Size) -> Case:
 def logprob_entropy_backward_(size: Size) -> Case:
     face = import_module("megarl.ops.logprob_entropy")
     logits, targets = _logits(size)
-    stats = face.stats_ref(logits, targets, 0, size.columns, 1.0)
+    stats = torch.ops.megarl.logprob_entropy(logits, targets, 0, size.columns, 1.0)
     softmax = torch.stack([stats[0], stats[1], stats[2] / stats[1]])
     grads = torch.ones(2, logits.shape[0], dtype=torch.float64)
 
@@ -389,6 +389,6 @@ def _matrix(size: Size, dtype: torch.dtype) -> Tensor:
 
 def _logits(size: Size) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(6)
-    num_tokens = max(size.tokens // 4096, 1)
+    num_tokens = max(size.tokens // 8192, 1)
     logits = torch.randn(num_tokens, size.columns, generator=generator) * 4
     return logits.bfloat16(), torch.randint(0, size.columns, (num_tokens,), generator=generator)

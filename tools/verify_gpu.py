@@ -3,8 +3,9 @@
     python tools/verify_gpu.py --json FILE
     python tools/verify_gpu.py --cpu --json FILE     the same on a CPU: that this program works
 
-Needs this repository, torch 2.10 or newer, nvcc and g++; no network, and nothing installed. It
-compiles csrc/ for the GPU's own architecture into a temporary folder, then, for every op:
+Needs this repository, torch 2.10 or newer with numpy, nvcc and g++; no network, and nothing
+installed. It compiles csrc/ for the GPU's own architecture into a temporary folder, then, for
+every op:
 
 1. its self-check, which is also what a run does when it starts (megarl/ops/_selfcheck.py);
 2. a call of realistic size (kernel_cases.py), compared with the reference computed on the CPU;
