@@ -2,6 +2,7 @@
 //
 // A block is read twice, once for its largest magnitude and once for its codes; a block of 128 x 128 is
 // in the second-level cache by then.  Threads take blocks; nothing is shared between blocks.
+#include "pages.h"
 #include "../fp8_math.h"
 #include "simd.h"
 
@@ -129,6 +130,7 @@ std::tuple<Tensor, Tensor> fp8_block_quant_cpu(const Tensor& x, int64_t block_n,
                                                double eps, bool power_of_two) {
   check_fp8_block_quant(x, block_n, block_k, eps);
   Tensor codes = torch::stable::new_empty(x, {x.size(0), x.size(1)}, ScalarType::Float8_e4m3fn);
+  advise_large_pages(codes);
   Tensor scales = torch::stable::new_empty(
       x, {num_blocks(x.size(0), block_n), num_blocks(x.size(1), block_k)}, ScalarType::Float);
   if (x.numel() == 0) return {codes, scales};
@@ -158,6 +160,7 @@ Tensor fp8_block_dequant_cpu(const Tensor& codes, const Tensor& scales, int64_t 
                              int64_t block_k, ScalarType out_dtype) {
   check_fp8_block_dequant(codes, scales, block_n, block_k, out_dtype);
   Tensor y = torch::stable::new_empty(codes, {codes.size(0), codes.size(1)}, out_dtype);
+  advise_large_pages(y);
   if (codes.numel() == 0) return y;
 
   const Tensor q = torch::stable::contiguous(codes), s = torch::stable::contiguous(scales);

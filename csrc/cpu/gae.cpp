@@ -4,6 +4,7 @@
 //    thread count nor the packing changes a bit, and the reference is met bit for bit.
 // 2. The chain of dependent operations is two a token, about as long as it takes to bring the token's
 //    25 bytes to memory and back: a parallel scan over the tokens would add work and save no time.
+#include "pages.h"
 #include "../advantages.h"
 #include "../gae_math.h"
 #include "bounds.h"
@@ -43,7 +44,9 @@ std::tuple<Tensor, Tensor> gae_cpu(const Tensor& rewards, const Tensor& values, 
   const std::vector<int64_t> bounds = checked_bounds("gae", cu_seqlens, rewards.numel());
 
   Tensor advantages = torch::stable::new_empty(rewards, {rewards.numel()}, ScalarType::Double);
+  advise_large_pages(advantages);
   Tensor returns = torch::stable::new_empty(rewards, {rewards.numel()}, ScalarType::Double);
+  advise_large_pages(returns);
   if (rewards.numel() == 0) return {advantages, returns};
 
   const Tensor r = torch::stable::contiguous(rewards), v = torch::stable::contiguous(values);
@@ -70,7 +73,9 @@ std::tuple<Tensor, Tensor, Tensor> gae_backward_cpu(const Tensor& grad_advantage
   const std::vector<int64_t> bounds = checked_bounds("gae_backward", cu_seqlens, num_tokens);
 
   Tensor of_rewards = torch::stable::new_empty(grad_advantages, {num_tokens});
+  advise_large_pages(of_rewards);
   Tensor of_values = torch::stable::new_empty(grad_advantages, {num_tokens});
+  advise_large_pages(of_values);
   Tensor of_bootstrap = torch::stable::new_zeros(grad_advantages, {num_segments});
   if (num_tokens == 0) return {of_rewards, of_values, of_bootstrap};
 
@@ -114,6 +119,7 @@ Tensor discounted_returns_cpu(const Tensor& rewards, const Tensor& mask, const T
       checked_bounds("discounted_returns", cu_seqlens, rewards.numel());
 
   Tensor returns = torch::stable::new_empty(rewards, {rewards.numel()}, ScalarType::Double);
+  advise_large_pages(returns);
   if (rewards.numel() == 0) return returns;
 
   const Tensor r = torch::stable::contiguous(rewards), m = torch::stable::contiguous(mask);

@@ -3,6 +3,7 @@
 // The row is cut into blocks of kMomentsBlock tokens, whatever the number of threads.  Of a block the
 // mean comes first, then the squared deviations from it, by which time it lies in the cache.  Blocks merge
 // in a tree of their order (moments_math.h).
+#include "pages.h"
 #include "../advantages.h"
 #include "../moments_math.h"
 #include "simd.h"
@@ -124,6 +125,7 @@ Tensor whiten_cpu(const Tensor& values, const Tensor& mask, double mean, double 
                   double eps) {
   check_whiten(values, mask, variance, eps);
   Tensor out = torch::stable::new_empty(values, {values.numel()}, ScalarType::Double);
+  advise_large_pages(out);
 
   const Tensor row = torch::stable::contiguous(values), m = torch::stable::contiguous(mask);
   const double deviation = std::sqrt(variance + eps);

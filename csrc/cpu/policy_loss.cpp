@@ -7,6 +7,7 @@
 // 2. A sequence is one thread's; its sums are lane sums (simd.h) and rows' totals are added up in the
 //    order of the sequences: neither threads nor vector width change a bit.
 #include "bounds.h"
+#include "pages.h"
 #include "policy_stages.h"
 
 namespace megarl {
@@ -273,6 +274,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> policy_loss_cpu(
   const Arguments a = checked_arguments("policy_loss", MEGARL_POLICY_ARGUMENTS);
   const auto bounds = checked_bounds("policy_loss", a.cu_seqlens, a.logprobs.numel());
   Output out = new_output("policy_loss", a, sequence_sums);
+  advise_large_pages(out.grad);
+  advise_large_pages(out.grad_entropy);
   double *sums = out.sums.mutable_data_ptr<double>(), *totals = out.totals.mutable_data_ptr<double>();
   const bool given = sequence_sums.has_value();
   if (a.logprobs.scalar_type() == ScalarType::Float) {

@@ -51,11 +51,11 @@ def best_times(calls: Mapping[str, Call], rounds: int, budget_s: float = 20.0) -
     """
     best = {name: math.inf for name in calls}
     spent = {name: 0.0 for name in calls}
+    gc.collect()
     for k in range(rounds):
         for name, call in calls.items():
             if k and spent[name] > budget_s:
                 continue
-            gc.collect()
             start = time.perf_counter()
             call()
             took = time.perf_counter() - start

@@ -152,6 +152,11 @@ CASES = {
 }
 
 
+def gradient(loss: Tensor, *of: Tensor) -> None:
+    """Backward as in training, where log-probs are no leaves: nothing is added to a ``grad``."""
+    torch.autograd.grad(loss, of)
+
+
 def packed_call(case: Case, data: Data, native: bool) -> Callable[[], None]:
     inputs, segments = data.packed()
     objective = Objective(case.policy, all_metrics=case.all_metrics)
@@ -161,8 +166,7 @@ def packed_call(case: Case, data: Data, native: bool) -> Callable[[], None]:
         if not native:
             objective_module.runs_native = lambda op, device: False
         try:
-            inputs.logprobs.grad = None
-            objective(inputs, segments).loss.backward()
+            gradient(objective(inputs, segments).loss, inputs.logprobs)
         finally:
             objective_module.runs_native = chosen
 
@@ -173,8 +177,7 @@ def padded_call(case: Case, data: Data) -> Callable[[], None]:
     batch = data.padded()
 
     def call() -> None:
-        batch[1].grad = None
-        case.padded(*batch)[0].backward()
+        gradient(case.padded(*batch)[0], batch[1])
 
     return call
 
@@ -185,9 +188,8 @@ def loop_call(case: Case, data: Data) -> Callable[[], None]:
     def call() -> None:
         losses = []
         for old, new, a, mask in samples:
-            new.grad = None
             losses.append(case.padded(old[None], new[None], a[None], mask[None])[0])
-        (torch.stack(losses).sum() / len(losses)).backward()
+        gradient(torch.stack(losses).sum() / len(losses), *(new for _, new, _, _ in samples))
 
     return call
 
