@@ -45,7 +45,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def best_times(calls: Mapping[str, Call], rounds: int, budget_s: float = 20.0) -> dict[str, float]:
+def best_times(calls: Mapping[str, Call], rounds: int, budget_s: float = 6.0) -> dict[str, float]:
     """Seconds of each, the best of up to ``rounds``, all of them once in every round. One that
     takes long is not repeated beyond ``budget_s``.
     """
