@@ -4,8 +4,9 @@
 TORCH_TARGET_VERSION = "0x020a000000000000"
 # No contraction of a multiplication and an addition into one rounding: the versions of a loop for
 # AVX-512, AVX2 and the baseline, and the CUDA kernels, do one arithmetic (csrc/cpu/simd.h). The
-# next two let loops with branches become vector instructions; no value depends on them. Python's own
-# flags bring -fwrapv, which costs such loops a quarter of their speed: no signed number overflows.
+# next two let loops with branches become vector instructions; no value depends on them. Python's
+# own flags bring -fwrapv, which costs such loops a quarter of their speed: no signed number here
+# overflows.
 CXX_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
 CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno", "-fno-wrapv"]
 HOST_FLAGS = ["-O3", "-std=c++17", "-fvisibility=hidden", "-g0", "-Wall"]
