@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.ops._arguments import check_device, check_dim, check_type
-from megarl.ops._native import native_devices, runs_native
+from megarl.ops._native import count_call, native_devices, runs_native
 from megarl.ops._selfcheck import self_check
 
 OP, BACKWARD = "logprob_entropy", "logprob_entropy_backward_"
@@ -157,6 +157,7 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.overwritten = ctx.inplace
         contiguous = torch.contiguous_format
         buffer = logits.detach() if ctx.inplace else logits.clone(memory_format=contiguous)
+        count_call(BACKWARD, ctx.ops is not REFERENCE)
         ctx.ops.backward_(buffer, targets, softmax, of_tokens, *ctx.columns)
         return buffer, None, None, None, None, None
 

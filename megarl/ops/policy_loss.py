@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from megarl.ops._arguments import check_device
-from megarl.ops._native import native_devices
+from megarl.ops._native import count_call, native_devices
 from megarl.ops._selfcheck import self_check
 
 # In the order of csrc/policy_math.h.
@@ -193,6 +193,7 @@ class PolicyLoss(NamedTuple):
 @torch.no_grad()
 def policy_sums(row: PolicyRow, terms: PolicyTerms) -> Tensor:
     """f64 [len(SUMS), S]: of the tokens that are here. RuntimeError as ``policy_loss``."""
+    count_call("policy_sums", native=True)
     out: Tensor = torch.ops.megarl.policy_sums(*row.tensors(), *terms.codes())
     return out
 

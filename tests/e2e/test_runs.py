@@ -71,6 +71,7 @@ def assert_ops_are_accounted_for(run: Path, microbatches: int) -> None:
     assert kept["backends"] == backends([*KERNELS, *HOST_OPS], torch.device("cpu"))
     kind = kept["backends"]["policy_loss"]
     assert kept["calls"]["policy_loss"] == {kind: microbatches}
+    assert kept["calls"]["logprob_entropy_backward_"] == {kind: microbatches}
     said = (run / "logs/rank_0.log").read_text()
     assert "ops on cpu: native: " in said or kind == "torch"
     assert f"policy_loss {microbatches} {kind}" in said
