@@ -1,5 +1,6 @@
 // What happens to a block of tokens between loading and the next: ratios, the objective, the divergence
-// from the reference, sums.  The mathematics is policy_math.h's.  Included by policy_loss.cpp alone.
+// from the reference, sums.  The mathematics is policy_math.h's and policy_objectives.h's.  Included by
+// policy_loss.cpp alone.
 #pragma once
 
 #include "policy_block.h"
@@ -14,7 +15,7 @@ struct RowLanes {
   Lanes of[kNumTotals];
 };
 
-// How many flags an objective reports, and whether a mean (policy_math.h).
+// How many flags an objective reports, and whether a mean (policy_objectives.h).
 constexpr int kNumFlags[kNumObjectives] = {0, 0, 3, 4, 1, 4, 3, 1, 2, 2, 2};
 constexpr bool kHasMean[kNumObjectives] = {false, false, false, true,  true, false,
                                            true,  false, false, false, false};
@@ -151,7 +152,7 @@ MEGARL_INLINE void add_extremes(RowLanes& totals, Block<T>& b, int n) {
   for (int j = 0; j < kLanes; ++j) highest[j] = up[j] > highest[j] ? up[j] : highest[j];
 }
 
-// All but what follows from the sums of pass 1 (write_totals).
+// All but what follows from add_decisive's sums (write_totals).
 template <typename T>
 MEGARL_INLINE void add_totals(RowLanes& totals, Block<T>& b, const View<T>& v, const Choices& c,
                               int n) {

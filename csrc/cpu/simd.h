@@ -5,7 +5,7 @@
 //
 // 1. Sums run in kLanes partial sums, lane j taking entries j, j + kLanes, ..., and are folded in one
 //    fixed tree.  The width is a constant and not the machine's, so every version adds in one order.
-// 2. Multiplications and additions are never contracted (-ffp-contract=off, setup.py): a fused one
+// 2. Multiplications and additions are never contracted (-ffp-contract=off): a fused one
 //    rounds once where the baseline rounds twice.
 // MEGARL_NO_CLONES leaves the baseline alone: for sanitizers, and to compile one version by -march.
 #pragma once

@@ -16,7 +16,8 @@ and CUDA, csrc/policy_math.h.
    they hold. One that is trained and not finite is counted; an objective of whole sequences drops
    its sequence.
 4. Sums are float64, in fixed blocks: no bit depends on the number of threads or the width of the
-   CPU's vectors.
+   CPU's vectors. On a CPU what is only reported (counts, means of ratios and of the entropy) is
+   first added up 8 tokens at a time in the row's own type.
 
 The outputs are data, with no gradient of their own: the loss that autograd sees is built from them
 (``algos/objective.py``), its backward pass being one multiplication.
