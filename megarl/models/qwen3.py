@@ -1,7 +1,8 @@
 """Qwen3 (dense): grouped-query attention with q/k norms, SwiGLU, plain rotary embedding."""
 
+from megarl.models.config_json import ConfigReader
 from megarl.models.mapping import Rule
-from megarl.models.spec import ConfigReader, ModelSpec
+from megarl.models.spec import ModelSpec
 
 EMBEDDING = Rule(
     "model",

@@ -1,8 +1,9 @@
 """Qwen3-MoE: Qwen3's attention, and experts behind a softmax router; no shared expert."""
 
+from megarl.models.config_json import ConfigReader
 from megarl.models.mapping import Rule
 from megarl.models.qwen3 import ATTENTION, DENSE_MLP, EMBEDDING, FINAL_NORM, HEAD
-from megarl.models.spec import ConfigReader, ModelSpec
+from megarl.models.spec import ModelSpec
 
 MOE = (
     Rule(

@@ -1,19 +1,18 @@
-"""The dimensions of a model, read from Hugging Face's config.json and checked.
+"""The dimensions of a model under neutral names, whatever its family calls them.
 
-A family's reader names every key whose value would change the computation. What is not supported
-is refused with its key, the value found and the values accepted: a model that converts but trains
-with, say, a wrong rotary base looks healthy for weeks.
+``read_spec`` takes them from Hugging Face's config.json by the family's reader
+(``config_json.py``); a family is one module and a line of ``FAMILIES``.
 """
 
 import dataclasses
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from megarl.errors import DataError, Problem
+from megarl.models.config_json import ConfigReader
 
 FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` and `RULES`
     "qwen3": "megarl.models.qwen3",
@@ -22,8 +21,43 @@ FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` 
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN scaling of rotary angles (Peng et al. 2023), names as in config.json."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True  # bounds of the ramp are whole dimensions
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: sizes of its projections. ``head_dim`` is nope + rope."""
+
+    q_rank: int  # 0: queries are projected directly
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta-rule linear attention (Qwen3-Next)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A decoder's dimensions under neutral names, whatever its family calls them.
+    """A decoder's dimensions. Fields with a default are what only some families have.
 
     Example (Qwen3-30B-A3B): ``hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn=6144,
     moe_ffn=768, experts=128, topk=8, vocab=151936, moe_layers=(True,) * 48``.
@@ -46,10 +80,36 @@ class ModelSpec:
     qk_norm: bool
     norm_topk_prob: bool  # gate weights of the chosen experts are scaled to sum to 1
     moe_layers: tuple[bool, ...]  # [layers], True where the layer has experts
-    router_score: str  # softmax
+    router_score: str  # softmax or sigmoid
     max_positions: int
     dtype: str  # of the stored weights: float32 or bfloat16
     eos_ids: tuple[int, ...]  # ids that end a response, config.json's first
+    # rotary embedding
+    rope_share: float = 1.0  # share of a head's dimensions that is turned, the first ones
+    yarn: Yarn | None = None
+    # attention
+    qkv_bias: bool = False
+    out_bias: bool = False  # of the output projection
+    sinks: bool = False  # a learnt logit per head that takes part in the softmax alone
+    windows: tuple[int, ...] = ()  # [layers] tokens a query sees, itself included; 0: all. (): all
+    output_gate: bool = False  # attention's output is gated by a sigmoid of its input
+    mla: Mla | None = None
+    delta_net: DeltaNet | None = None
+    linear_layers: tuple[bool, ...] = ()  # [layers], True where ``delta_net`` is the attention
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    # experts
+    routed_scale: float = 1.0  # of the chosen experts' gate weights
+    router_groups: int = 1  # experts are chosen among the best ``router_topk_groups`` groups
+    router_topk_groups: int = 1
+    expert_bias: bool = False  # a buffer that moves the choice and not the gate weights
+    router_bias: bool = False  # a parameter of the router's projection
+    shared_ffn: int = 0  # width of the shared experts together; 0: none
+    shared_gate: bool = False  # their output is gated by a sigmoid
+    # feed-forward
+    mlp_bias: bool = False  # of the experts' matrices
+    glu_alpha: float = 0.0  # clamped SwiGLU: gate * sigmoid(alpha * gate) * (up + 1); 0: SwiGLU
+    glu_limit: float = 0.0  # and its clamp
+    mtp_layers: int = 0  # multi-token prediction layers behind the last
 
     @property
     def num_moe_layers(self) -> int:
@@ -60,13 +120,20 @@ class ModelSpec:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> "ModelSpec":
-        """The inverse of ``as_json``, also after a trip through JSON (lists for tuples)."""
-        fields = {f.name for f in dataclasses.fields(ModelSpec)}
-        if set(value) != fields:
-            raise DataError(f"a stored model spec has other fields: {sorted(set(value) ^ fields)}")
+        """The inverse of ``as_json``, also after a trip through JSON (lists for tuples) and of a
+        spec that was stored when fields with a default did not exist yet.
+        """
+        fields = {f.name: f for f in dataclasses.fields(ModelSpec)}
+        needed = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+        wrong = (set(value) - set(fields)) | (needed - set(value))
+        if wrong:
+            raise DataError(f"a stored model spec has other fields: {sorted(wrong)}")
         plain: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in value.items()
         }
+        for name, part in _PARTS.items():
+            if plain.get(name) is not None:
+                plain[name] = part(**plain[name])
         return ModelSpec(**plain)
 
     def differences(self, other: "ModelSpec") -> list[Problem]:
@@ -79,8 +146,11 @@ class ModelSpec:
         return [Problem(name, str(mine[name]), str(theirs[name])) for name in names]
 
 
+_PARTS: dict[str, type] = {"yarn": Yarn, "mla": Mla, "delta_net": DeltaNet}
+
+
 class FamilyReader(Protocol):
-    def __call__(self, config: "ConfigReader") -> ModelSpec: ...
+    def __call__(self, config: ConfigReader) -> ModelSpec: ...
 
 
 def read_spec(hf_dir: Path) -> ModelSpec:
@@ -88,193 +158,16 @@ def read_spec(hf_dir: Path) -> ModelSpec:
 
     Raises DataError listing every unsupported or contradictory value, not only the first.
     """
-    config = ConfigReader(Path(hf_dir))
+    return spec_of(ConfigReader.of_folder(Path(hf_dir)))
+
+
+def spec_of(config: ConfigReader) -> ModelSpec:
+    """``read_spec`` of values that are at hand."""
     family = config.values.get("model_type")
     if family not in FAMILIES:
         accepted = f"one of {', '.join(sorted(FAMILIES))}"
-        raise DataError(str(Problem(f"{config.path}: model_type", repr(family), accepted)))
+        raise DataError(str(Problem(f"{config.where}: model_type", repr(family), accepted)))
     read = cast(FamilyReader, importlib.import_module(FAMILIES[family]).read)
     spec = read(config)
     config.raise_problems()
     return spec
-
-
-class ConfigReader:
-    """A config.json that collects complaints while it is read: a getter records one and goes on."""
-
-    def __init__(self, hf_dir: Path) -> None:
-        self.path = hf_dir / "config.json"
-        self.values = _read_object(self.path)
-        generation = hf_dir / "generation_config.json"
-        self.generation = _read_object(generation) if generation.exists() else {}
-        self.problems: list[Problem] = []
-
-    def complain(self, key: str, found: object, accepted: str) -> None:
-        self.problems.append(Problem(key, repr(found), accepted))
-
-    def raise_problems(self) -> None:
-        if self.problems:
-            raise DataError("\n".join([f"{self.path} cannot be used:", *map(str, self.problems)]))
-
-    def count(self, key: str, *aliases: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least ``least``; a value present under several keys must agree."""
-        found = {k: self.values[k] for k in (key, *aliases) if self.values.get(k) is not None}
-        if not found and default is not None:
-            return default
-        value = next(iter(found.values()), None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            self.complain(key, value, f"an integer of at least {least}")
-            return least
-        if any(v != value for v in found.values()):
-            self.complain(" and ".join(found), list(found.values()), "equal values")
-        return value
-
-    def number(self, key: str) -> float:
-        return self.check_number(key, self.values.get(key))
-
-    def check_number(self, key: str, value: object) -> float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
-            return float(value)
-        self.complain(key, value, "a positive number")
-        return 1.0
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
-        if not isinstance(value, bool):
-            self.complain(key, value, "true or false")
-            return default
-        return value
-
-    def only(self, key: str, *accepted: object) -> None:
-        """Refuse a present key unless its value is one of the harmless ones (None always is)."""
-        value = self.values.get(key)
-        if value is not None and not any(type(value) is type(a) and value == a for a in accepted):
-            self.complain(key, value, " or ".join(json.dumps(a) for a in (*accepted, None)))
-
-    def architecture(self, name: str) -> None:
-        """Refuse a classifier, a reward model or a wrapper of the same family."""
-        found = self.values.get("architectures")
-        if found is not None and found != [name]:
-            self.complain("architectures", found, repr([name]))
-
-    def transformer(self, layers: int, head_dim: int | None = None) -> dict[str, Any]:
-        """The fields of ModelSpec that every decoder family here reads alike; refuses the rest.
-
-        ``head_dim``: what transformers takes when the key is absent; None where it must be there.
-        """
-        self._refuse_unsupported(layers)
-        heads = self.count("num_attention_heads")
-        kv_heads = self.count("num_key_value_heads")
-        if heads % kv_heads:
-            accepted = f"a divisor of num_attention_heads={heads}"
-            self.complain("num_key_value_heads", kv_heads, accepted)
-        size = self.count("head_dim", default=head_dim)
-        if size % 2:
-            self.complain("head_dim", size, "an even number (rotary embedding turns pairs)")
-        vocab = self.count("vocab_size")
-        return {
-            "hidden": self.count("hidden_size"),
-            "layers": layers,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": size,
-            "vocab": vocab,
-            "rope_theta": self.rope_theta(default=10000.0),
-            "norm_eps": self.number("rms_norm_eps"),
-            "tie_embeddings": self.flag("tie_word_embeddings", default=False),
-            "qk_norm": True,
-            "router_score": "softmax",
-            "max_positions": self.count("max_position_embeddings"),
-            "dtype": self.dtype(),
-            "eos_ids": self.eos_ids(vocab),
-        }
-
-    def _refuse_unsupported(self, layers: int) -> None:
-        self.only("hidden_act", "silu")
-        for key in ("attention_bias", "qkv_bias", "mlp_bias"):
-            self.only(key, False)
-        for key in ("use_sliding_window", "attn_output_gate"):
-            self.only(key, False)
-        self.only("use_qk_norm", True)
-        self.only("attention_dropout", 0, 0.0)
-        self.only("num_nextn_predict_layers", 0)
-        self.only("quantization_config")
-        kinds = self.values.get("layer_types")
-        if kinds is not None and kinds != ["full_attention"] * layers:
-            self.complain("layer_types", kinds, f"num_hidden_layers={layers} times full_attention")
-
-    def rope_theta(self, default: float) -> float:
-        """The rotary base from the new key (rope_parameters) or the old; nothing else may be on.
-
-        Refused: scaling of any kind (yarn, linear, ...), rotation of a part of the head, and two
-        different bases. ``default`` is what transformers takes when neither key is there.
-        """
-        bases: dict[str, object] = {}
-        if self.values.get("rope_theta") is not None:
-            bases["rope_theta"] = self.values["rope_theta"]
-        for key in ("rope_parameters", "rope_scaling"):
-            block = self.values.get(key)
-            if block is None:
-                continue
-            if not isinstance(block, dict):
-                self.complain(key, block, "an object or null")
-                continue
-            for name, value in block.items():
-                if name == "rope_theta" and value is not None:
-                    bases[f"{key}.rope_theta"] = value
-                elif not _plain_rope(name, value):
-                    self.complain(f"{key}.{name}", value, "plain rotary embedding")
-        self.only("partial_rotary_factor", 1.0, 1)
-        if len(set(map(repr, map(_as_float, bases.values())))) > 1:
-            self.complain(" and ".join(bases), list(bases.values()), "equal values")
-        key, value = next(iter(bases.items()), ("rope_theta", default))
-        return self.check_number(key, value)
-
-    def dtype(self) -> str:
-        """``dtype`` (older files: ``torch_dtype``) of the stored weights."""
-        found = {k: self.values[k] for k in ("dtype", "torch_dtype") if self.values.get(k)}
-        value = next(iter(found.values()), "float32")
-        if value not in ("float32", "bfloat16") or any(v != value for v in found.values()):
-            values = list(found.values())
-            shown = value if len(values) == 1 else values
-            self.complain(" and ".join(found), shown, "float32 or bfloat16")
-            return "float32"
-        return str(value)
-
-    def eos_ids(self, vocab: int) -> tuple[int, ...]:
-        """End tokens of both files together, as the inference servers take them."""
-        ids: list[int] = []
-        files = (("config.json", self.values), ("generation_config.json", self.generation))
-        for name, source in files:
-            value = source.get("eos_token_id")
-            for token in value if isinstance(value, list) else [] if value is None else [value]:
-                if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
-                    key = f"eos_token_id ({name})"
-                    self.complain(key, token, f"token ids below vocab_size={vocab}")
-                elif token not in ids:
-                    ids.append(token)
-        if not ids and not self.problems:
-            self.complain("eos_token_id", None, "a token id: without it no response ends")
-        return tuple(ids)
-
-
-def _plain_rope(name: str, value: object) -> bool:
-    if name in ("rope_type", "type"):
-        return value in (None, "default")
-    return name == "partial_rotary_factor" and value in (None, 1, 1.0)
-
-
-def _as_float(value: object) -> object:
-    return float(value) if isinstance(value, int | float) else value
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise DataError(f"{path} does not exist; expected a Hugging Face model folder") from e
-    except (OSError, ValueError) as e:
-        raise DataError(f"{path} is not readable as JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise DataError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
