@@ -117,15 +117,14 @@ def host_module() -> ModuleType | None:
     """`megarl._host`, or None where the references are used instead."""
     if choice() == "torch":
         return None
+    if not any(_PACKAGE.glob("_host*.so")):  # not by import: an editable install would find its own
+        if native_library() is not None:  # else nothing was built, and that has been said
+            _report(f"there is no _host*.so in {_PACKAGE}: it was not built, {_NEEDED}")
+        return None
     try:
         return importlib.import_module("megarl._host")
-    except ImportError as e:  # not built, or for another Python
-        if native_library() is None:
-            return None  # nothing was built, and that has been said
-        if any(_PACKAGE.glob("_host*.so")):
-            _report(f"megarl._host does not load: {e}")
-        else:
-            _report(f"there is no _host*.so in {_PACKAGE}: it was not built, {_NEEDED}")
+    except ImportError as e:  # for another Python
+        _report(f"megarl._host does not load: {e}")
         return None
 
 
