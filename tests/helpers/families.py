@@ -6,6 +6,7 @@ multi-token prediction, are added to the file: transformers drops them. Never im
 Megatron, whose CPU patches would change how transformers builds models.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ DEEPSEEK = {
 GLM = {
     **SIGMOID_MOE,
     "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "attention_bias": True,
     "use_qk_norm": True,
@@ -109,13 +112,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
 
 
 def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write ``MODELS[name]``."""
+    """Write ``MODELS[name]``. In bf16, biases of the experts' choice have bits that bf16 lacks."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     family, changes = MODELS[name]
-    values = {**COMMON, **changes}
+    values = copy.deepcopy({**COMMON, **changes})  # which transformers adds to
     config = AutoConfig.for_model(family, **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
