@@ -121,6 +121,11 @@ def test_end_tokens_of_both_files_end_a_response(saved: Saved, tmp_path: Path) -
     ("key", "value", "says"),
     [
         ("model_type", "llama", ["model_type", "'llama'", "qwen3, qwen3_moe"]),
+        (
+            "model_type",
+            "qwen3_next",
+            ["'qwen3_next'", "qwen3_moe (qwen3_next: ", "packed sequences"],
+        ),
         ("architectures", ["Qwen3MoeForTokenClassification"], ["Qwen3MoeForCausalLM"]),
         ("num_hidden_layers", ABSENT, ["num_hidden_layers", "None", "integer"]),
         ("hidden_size", "64", ["hidden_size", "'64'", "integer"]),
