@@ -1,5 +1,6 @@
 """The embedded engine with sliding windows, sinks, and experts that are stacked transposed."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.rollout.embedded import Engine
-from tests.helpers.gpt_oss import save_gpt_oss
+from tests.helpers.families import save_model
 from tests.rollout.test_engine import PROMPTS, NoWeights, ask, slot_model
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
+    return save_model("gpt_oss", tmp_path_factory.mktemp("gpt_oss"))
 
 
 @pytest.fixture(params=["fixed", "flexible"])
@@ -50,8 +51,10 @@ def test_both_shapes_compute_what_transformers_does(engine: Engine, folder: Path
         np.testing.assert_array_equal(np.sort(result.routing, -1), routing)
 
 
-def test_a_window_without_layers_of_its_own_is_refused(tmp_path: Path) -> None:
-    kinds = ["full_attention"] * 4
-    model = save_gpt_oss(tmp_path / "m", layer_types=kinds)
+def test_a_window_without_layers_of_its_own_is_refused(folder: Path, tmp_path: Path) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    values["layer_types"] = ["full_attention"] * 4
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"full_attention.* sliding_window=6; accepted: "):
-        slot_model(model)
+        slot_model(tmp_path)

@@ -15,7 +15,7 @@ from megarl.ops import digest
 from megarl.sync.receiver import ModelReceiver, hf_parameters
 from megarl.sync.stream import bucketize, specs_of
 from megarl.types import TensorSpec
-from tests.helpers.gpt_oss import tiny_gpt_oss
+from tests.helpers.families import save_model
 from tests.sync.sender import Sender
 
 COUNTER = itertools.count()
@@ -62,11 +62,15 @@ def test_names_shapes_and_values_are_those_of_the_files(
 
 
 def test_experts_that_are_stacked_transposed_are_called_as_in_files(tmp_path: Path) -> None:
-    module = tiny_gpt_oss()
-    files, live = files_of(module, tmp_path), hf_parameters(module)
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model("gpt_oss", tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    files, live = load_file(folder / "model.safetensors"), hf_parameters(module)
     assert live.keys() == files.keys() and "model.layers.3.mlp.experts.gate_up_proj_bias" in live
     assert all(torch.equal(live[name], tensor) for name, tensor in files.items())
-    live["model.layers.3.mlp.experts.down_proj"][2].fill_(3.0)
+    with torch.no_grad():
+        live["model.layers.3.mlp.experts.down_proj"][2].fill_(3.0)
     assert (module.get_submodule("model.layers.3.mlp.experts").down_proj[2] == 3).all()
 
 
