@@ -4,7 +4,8 @@ live module.
 1. Files name every expert's matrices, a transformers module holds an expert layer as two stacked
    parameters: `experts.gate_up_proj [E, 2I, H]` (gate rows, then up rows) and `experts.down_proj
    [E, H, I]`. `hf_parameters` gives each name its own view, so nothing is copied twice and digests
-   read what is served.
+   read what is served. Layers that a module stacks transposed (`[E, H, 2I]`, GPT-OSS) are in files
+   as they are in the module.
 2. Between `begin` and `end` every name arrives exactly once. Whatever does not fit (unknown name,
    other shape or dtype, a second time) is refused before a byte is received; what is missing at
    `end` is an error.
@@ -37,7 +38,7 @@ def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensor.
 
     A tied weight appears once, under its first name. Raises SyncError for an expert layout that is
-    not the one above (interleaved or transposed).
+    none of the two above (gate and up rows interleaved).
     """
     parameters: dict[str, torch.Tensor] = {}
     owners: dict[int, str] = {}
@@ -45,11 +46,9 @@ def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         if owners.setdefault(id(tensor), name) != name:
             continue
         match = _STACKED.fullmatch(name)
-        if match is None or tensor.dim() != 3:
+        if match is None or tensor.dim() != 3 or _as_in_files(module, match["layer"]):
             parameters[name] = tensor.data
         else:
-            experts = module.get_submodule(match["layer"])
-            _check_layout(experts, match["layer"])
             parameters.update(_split_experts(match["layer"], match["matrix"], tensor.data))
     return parameters
 
@@ -212,11 +211,15 @@ def _broadcasts(
         work.wait(timedelta(seconds=timeout_s))
 
 
-def _check_layout(experts: torch.nn.Module, layer: str) -> None:
-    if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
+def _as_in_files(module: torch.nn.Module, layer: str) -> bool:
+    experts = module.get_submodule(layer)
+    if getattr(experts, "is_transposed", False):
+        return True
+    if not getattr(experts, "is_concatenated", True):
         raise SyncError(
             f"weights: {layer} stacks its experts in a layout that is not supported here"
         )
+    return False
 
 
 def _split_experts(layer: str, matrix: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -43,6 +43,7 @@ LAYOUTS = [
     {"cp": 2, "dp": 2, "ep": 2},
 ]
 DENSE = {"qwen3", "qwen3 yarn tied"}  # no experts to split
+WHOLE_EXPERTS = {name for name, (family, _) in MODELS.items() if family == "gpt_oss"}  # etp is 1
 SAMPLES = random_samples(4, 3, seed=3)
 Results = dict[str, dict[str, Any]]
 
@@ -79,12 +80,13 @@ def evaluate(
     with_gradients: bool = True,
 ) -> Results:
     models = {n: m for n, m in models.items() if layout.get("ep", 1) == 1 or n not in DENSE}
+    layouts = {n: {**layout, "etp": 1} if n in WHOLE_EXPERTS else layout for n in models}
     ranks = pool.run(
         "tests.actor.work_families:evaluate",
         world=mesh_of(layout).world_size,
         timeout_s=300,
         models=models,
-        layout=layout,
+        layouts=layouts,
         samples=samples,
         row_tokens=row_tokens,
         with_gradients=with_gradients,

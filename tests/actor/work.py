@@ -176,6 +176,18 @@ def upstream_layers(
     return found
 
 
+def export_order(rank: int, hf: Path, layout: dict[str, int]) -> list[str]:
+    """The first HF tensor of every weight, in the order in which they are gathered."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
+        return [weights.mapping.hf_names(name)[0] for name, _ in weights._stack_by_stack()]
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def _by_sample(row: Any, parallel: Parallel) -> Any:
     """(sample, log-probs of its tokens 1..L-1) of a row, on one of the ranks that have it."""
     if row.old_logprobs is None or not parallel.speaks_for_rows:

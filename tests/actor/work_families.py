@@ -17,7 +17,7 @@ from tests.actor.work_state import ONE_STEP, Trainee
 def evaluate(
     rank: int,
     models: dict[str, Path],
-    layout: dict[str, int],
+    layouts: dict[str, dict[str, int]],
     samples: Sequence[Sample],
     row_tokens: int,
     with_gradients: bool = True,
@@ -26,7 +26,7 @@ def evaluate(
     rank is the sender of.
     """
     return {
-        name: _evaluate(folder, layout, list(samples), row_tokens, with_gradients)
+        name: _evaluate(folder, layouts[name], list(samples), row_tokens, with_gradients)
         for name, folder in models.items()
     }
 

@@ -80,6 +80,14 @@ GLM = {
     "topk_group": 1,
     "num_nextn_predict_layers": 1,
 }
+GPT_OSS = {
+    "intermediate_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of COMMON)
     "qwen3": ("qwen3", QWEN3),
     "qwen3 yarn tied": (
@@ -106,6 +114,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
         {
             **GLM,
             **{"use_qk_norm": False, "n_shared_experts": 1, "num_nextn_predict_layers": 2},
+        },
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss without yarn": (
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            **{"rope_parameters": COMMON["rope_parameters"], "tie_word_embeddings": True},
+            **{"num_key_value_heads": 4, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
+            "layer_types": [f"{x}_attention" for x in ("full", "sliding", "sliding", "full")],
         },
     ),
 }
@@ -170,7 +188,11 @@ def _values(key: str, tensor: torch.Tensor) -> torch.Tensor:
         return 0.2 * noise
     if tensor.dim() == 1 and key.endswith("weight"):
         return 1 + 0.2 * noise
-    return (0.5 if "mlp.gate." in key else 0.15) * noise
+    if key.endswith("sinks"):
+        return 2 * noise
+    if key.endswith("gate_up_proj_bias"):
+        return 4 * noise  # beyond the clamps
+    return (0.5 if "mlp.gate." in key or "mlp.router." in key else 0.15) * noise
 
 
 def _add_mtp(file: Path, layers: int, mtp: int) -> None:
