@@ -34,6 +34,10 @@ from megarl.errors import DataError, Problem
 from megarl.models.spec import FAMILIES, ModelSpec
 from megarl.types import TensorSpec
 
+# Of the embedding's rows in training. By the model, not by tp: a checkpoint then fits every layout
+# whose tp divides it.
+VOCAB_MULTIPLE = 64
+
 Axis = Literal[0, 1] | None
 COLUMN: Axis = 0  # output features are split
 ROW: Axis = 1  # input features are split
