@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -121,26 +120,6 @@ class PackedAttention(MegatronModule):
             enable_gqa=q.size(2) != k.size(2),
         )
         return out.transpose(1, 2).reshape(q.size(0) * q.size(1), -1)
-
-
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Angles for a whole packed row at once, restarting at 0 in every segment.
-
-    Upstream applies rotary embeddings segment by segment in Python unless the angles cover exactly
-    the row; then it slices them at the segments' bounds. Covering the row makes it one operation,
-    with the same angles.
-    """
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The packing itself stands in for the length; ``forward`` receives it."""
-        return next(a for a in (*args, *kwargs.values()) if isinstance(a, PackedSeqParams))
-
-    def forward(self, packing: PackedSeqParams, *args: Any, **kwargs: Any) -> torch.Tensor:
-        cu = packing.cu_seqlens_q.long()
-        lengths = cu[1:] - cu[:-1]
-        positions = torch.arange(int(cu[-1]), device=cu.device) - cu[:-1].repeat_interleave(lengths)
-        angles = torch.outer(positions.float(), self.inv_freq.to(cu.device))
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor.model import padded_vocab
-from megarl.actor.names import global_parameters, shift_expert
+from megarl.actor.names import global_weights, shift_expert
 from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
@@ -19,7 +19,7 @@ from megarl.models.spec import ModelSpec
 
 class MegatronWeights:
     """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the
-    parameters' dtype.
+    weights' dtype.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class MegatronWeights:
         """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's
         groups.
         """
-        for name, parameter in global_parameters(self.model, self.parallel):
-            for full_name, shards in self._gather(name, parameter.detach()):
+        for name, weight in global_weights(self.model, self.parallel):
+            for full_name, shards in self._gather(name, weight.detach()):
                 yield from self.mapping.to_hf(full_name, shards)
 
     def _gather(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:

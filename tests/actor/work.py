@@ -19,6 +19,7 @@ from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
 from megarl.experience import complete_plan, make_plan
 from megarl.loop import ranks_of
+from megarl.models.mapping import ModelMapping
 from megarl.models.spec import read_spec
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of
@@ -58,14 +59,23 @@ def prepare(actor: MegatronActor, config: Config, samples: list[Sample]) -> Trai
 
 def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Reduced gradients of this rank's stage under HF names, on the stage's sender."""
-    parameters = [p for _, p in global_parameters(actor.model, actor.parallel)]
+    everything = [p for _, p in global_parameters(actor.model, actor.parallel)]
+    parameters = [p for p in everything if p.requires_grad]
     data = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.clone()
-    found = dict(MegatronWeights(actor.model, actor.spec, actor.parallel).tensors())
+    weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
+    found = dict(weights.tensors())
     for p, d in zip(parameters, data, strict=True):
         p.data = d
-    return {name: t.clone() for name, t in found.items()}
+    still = untrained(weights.mapping)
+    return {name: t.clone() for name, t in found.items() if name not in still}
+
+
+def untrained(mapping: ModelMapping) -> set[str]:
+    """HF tensors that have no gradient: multi-token prediction's, and biases of experts' choice."""
+    names = [n for n in mapping.megatron_names() if n.startswith("mtp.") or "expert_bias" in n]
+    return {hf for name in names for hf, _ in mapping.exported(name)}
 
 
 def train(

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.models.hf_io import INDEX, check_complete, open_checkpoint, write_checkpoint
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import INDEX, open_checkpoint, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.types import TensorSpec
