@@ -36,7 +36,7 @@ from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
 from megarl.models.flops import pass_flops
-from megarl.models.spec import read_spec
+from megarl.models.settings import model_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
@@ -175,7 +175,7 @@ def _build(
 ) -> tuple[Parts, int]:
     """Every part, and the step to go on from."""
     mesh = mesh_of(config)
-    spec = read_spec(config.model.hf)
+    spec = model_spec(config.model)
     stop.where = "joining the other ranks"
     parallel = init_parallel(
         mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s

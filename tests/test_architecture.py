@@ -25,7 +25,7 @@ LAYERS = [
     {"types", "protocols", "config", "errors", "rundir"},
     {"ops", "mesh", "hostcomm"},
     {"algos", "models", "data"},
-    {"actor", "rollout", "sync", "checkpoint", "monitor"},
+    {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
     {"loop", "experience", "sources", "rounds", "curriculum", "stopping", "operators"},
     {"cli", "train", "serve", "conformance"},
 ]
@@ -47,7 +47,7 @@ OWNERS = {
     "matplotlib": ["monitor/*", "cli.py"],
     "tensorboard": ["monitor/*", "cli.py"],
     "torch.utils.tensorboard": ["monitor/*", "cli.py"],
-    "rich": ["monitor/*", "cli.py"],
+    "rich": ["monitor/*", "plan/table.py", "cli.py"],
     "wandb": ["monitor/*"],
     "mlflow": ["monitor/*"],
     "trackio": ["monitor/*"],

@@ -20,12 +20,8 @@ from megarl.actor.mtp import attach_mtp
 from megarl.actor.rotary import PackedRotaryEmbedding
 from megarl.actor.setup import Parallel
 from megarl.config.schema import PrecisionSection
-from megarl.models.mapping import padded_vocab_size
+from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
-
-VOCAB_MULTIPLE = (
-    64  # by the model, not by tp: a checkpoint then fits every layout whose tp divides it
-)
 
 
 def padded_vocab(spec: ModelSpec) -> int:

@@ -6,7 +6,7 @@ alone can tell is checked here, what several together imply in ``validate.py``.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -46,6 +46,10 @@ class ModelSection(Section):
     load: Path | None = None
     """Megatron checkpoint to start from (made by tools/convert_hf_to_megatron.py or saved by a
     run).
+    """
+    config: dict[str, Any] | None = None
+    """The architecture, with the keys of config.json (configs/models/): ``megarl plan`` needs no
+    folder then. A run compares it with the folder's and refuses another model.
     """
 
 

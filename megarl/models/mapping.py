@@ -34,6 +34,10 @@ from megarl.models.parts import Mla
 from megarl.models.spec import FAMILIES, ModelSpec
 from megarl.types import TensorSpec
 
+# Of the embedding's rows in training. By the model, not by tp: a checkpoint then fits every layout
+# whose tp divides it.
+VOCAB_MULTIPLE = 64
+
 _DECODER = "decoder.layers.{}."
 _MTP = "mtp.layers.{}.mtp_model_layer."  # the transformer layer of a multi-token prediction layer
 _OF_MTP = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
