@@ -10,6 +10,8 @@ live module.
    other shape or dtype, a second time) is refused before a byte is received; what is missing at
    `end` is an error.
 3. A receive ends by its deadline. After a failure its group is closed: it cannot be used again.
+4. transformers' models end with their last layer. Layers behind it, for multi-token prediction, are
+   part of a push all the same: they are received, digested for the sender to compare, and dropped.
 """
 
 import contextlib
@@ -26,6 +28,8 @@ from megarl.sync.group import join_group, leave_group
 from megarl.sync.stream import dtype_name, dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
 
+_LAYERS = "num_hidden_layers"
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
 
 
@@ -57,14 +61,19 @@ class ModelReceiver:
         own."""
         self._parameters = hf_parameters(module)
         self._timeout_s = timeout_s
+        self._layers: int | None = getattr(getattr(module, "config", None), _LAYERS, None)
+        self._dropped: dict[str, str] = {}  # digests by name, of the present or the last update
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
         self._pending: set[str] = set()
         self._open = False
 
     @torch.no_grad()
     def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, read back from the module."""
-        return {name: digest(tensor) for name, tensor in self._parameters.items()}
+        """The digest of every weight as it is now, read back from the module, and as it came of
+        those that the module does not have.
+        """
+        held = {name: digest(tensor) for name, tensor in self._parameters.items()}
+        return held | self._dropped
 
     def join_group(
         self,
@@ -100,6 +109,7 @@ class ModelReceiver:
     def begin(self) -> None:
         """Opens an update; one that was left open is given up, and everything must arrive anew."""
         self._pending = set(self._parameters)
+        self._dropped = {}
         self._open = True
 
     def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
@@ -168,10 +178,13 @@ class ModelReceiver:
             raise SyncError("weights: a name twice in one bucket")
         for spec in specs:
             have = self._parameters.get(spec.name)
-            if have is None:
+            behind = have is None and self._is_behind(spec.name)
+            if have is None and not behind:
                 raise SyncError(f"weights: {spec.name} is not a weight of this model")
-            if spec.name not in self._pending:
+            if spec.name in self._dropped or not (behind or spec.name in self._pending):
                 raise SyncError(f"weights: {spec.name} was received already in this update")
+            if have is None:
+                continue
             found, accepted = (spec.shape, spec.dtype), (tuple(have.shape), dtype_name(have.dtype))
             if found != accepted:
                 raise SyncError(f"weights: {spec.name}: found {found}; accepted: {accepted}")
@@ -179,8 +192,15 @@ class ModelReceiver:
     @torch.no_grad()
     def _write(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
         for spec, tensor in zip(specs, tensors, strict=True):
-            self._parameters[spec.name].copy_(tensor)
-            self._pending.discard(spec.name)
+            if spec.name in self._parameters:
+                self._parameters[spec.name].copy_(tensor)
+                self._pending.discard(spec.name)
+            else:
+                self._dropped[spec.name] = digest(tensor)
+
+    def _is_behind(self, name: str) -> bool:
+        match = _OF_LAYER.match(name)
+        return match is not None and self._layers is not None and int(match[1]) >= self._layers
 
 
 def _broadcasts(

@@ -128,11 +128,11 @@ def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample])
         parallel_state.destroy_model_parallel()
 
 
-def exported(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
+def exported(rank: int, hf: Path, layout: dict[str, int], **sections: Any) -> dict[str, Any]:
     """What an actor that was given ``hf`` exports, and how its stage's layers lie in chunks."""
     from megatron.core import parallel_state
 
-    actor = make_actor(config_for(hf), layout)
+    actor = make_actor(config_for(hf, **sections), layout)
     try:
         layers = [
             [layer.layer_number - 1 for layer in unwrap(chunk).decoder.layers]

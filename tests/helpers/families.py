@@ -70,6 +70,8 @@ DEEPSEEK = {
 GLM = {
     **SIGMOID_MOE,
     "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "attention_bias": True,
     "use_qk_norm": True,
@@ -80,6 +82,8 @@ GLM = {
 }
 GPT_OSS = {
     "intermediate_size": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "head_dim": 12,
@@ -120,7 +124,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
         {
             **GPT_OSS,
             **{"rope_parameters": COMMON["rope_parameters"], "tie_word_embeddings": True},
-            **{"num_key_value_heads": 4, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
+            **{"num_key_value_heads": 8, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
             "layer_types": [f"{x}_attention" for x in ("full", "sliding", "sliding", "full")],
         },
     ),
@@ -128,13 +132,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
 
 
 def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write ``MODELS[name]``."""
+    """Write ``MODELS[name]``. In bf16, biases of the experts' choice have bits that bf16 lacks."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     family, changes = MODELS[name]
-    values = copy.deepcopy({**COMMON, **changes})  # transformers writes into the dictionaries
+    values = copy.deepcopy({**COMMON, **changes})  # which transformers adds to
     config = AutoConfig.for_model(family, **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
