@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megarl.actor.actor import MegatronActor
+from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
 from tests.actor.work import config_for, gradients, make_actor, plan_for
@@ -64,22 +65,34 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
     trainee = Trainee(hf, layout, {"algo": ONE_STEP})
     actor = trainee.actor
     try:
-        trainee_weights = trainee.weights()
-        chunks = [chunk.module for chunk in actor.model]
+        _watch_layers_behind(actor)
+        own = trainee.weights()
         actor.keep_reference()
         assert actor.reference is not None
-        with torch.no_grad():
-            for kept in actor.reference._copy:
-                kept.add_(0.25)
-        with actor.reference.loaded(chunks):
+        for kept in actor.reference._copy:
+            kept.add_(0.25)
+        with actor.reference.loaded([chunk.module for chunk in actor.model]):
             moved = trainee.weights()
-        assert any(not torch.equal(moved[n], t) for n, t in trainee_weights.items())
+        assert any(not torch.equal(moved[n], t) for n, t in own.items())
         found = {"reference": trainee.weights()}
         actor.reference = None
         trainee.steps(0, 1)
         return {**found, "after": trainee.weights()}
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def _watch_layers_behind(actor: MegatronActor) -> None:
+    """Nothing is to compute with multi-token prediction's layers, or to keep gradients of them."""
+
+    def called(module: torch.nn.Module, inputs: Any) -> None:
+        raise AssertionError(f"{type(module).__name__} of a multi-token prediction layer ran")
+
+    for name, parameter in global_parameters(actor.model, actor.parallel):
+        assert hasattr(parameter, "main_grad") != name.startswith("mtp."), name
+    for chunk in map(unwrap, actor.model):
+        for module in chunk.mtp.modules() if hasattr(chunk, "mtp") else ():
+            module.register_forward_pre_hook(called)
 
 
 def _by_sample(actor: MegatronActor, row: PackedBatch) -> Any:
