@@ -10,7 +10,7 @@ from megarl.actor.actor import MegatronActor
 from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
-from tests.actor.work import config_for, gradients, make_actor, plan_for
+from tests.actor.work import by_sample, config_for, gradients, make_actor, plan_for
 from tests.actor.work_split import noise_of
 from tests.actor.work_state import ONE_STEP, Trainee
 
@@ -47,7 +47,7 @@ def _evaluate(
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
         rows = plan.steps[0]
-        found = {i: values for row in rows for i, values in _by_sample(actor, row)}
+        found = {i: values for row in rows for i, values in by_sample(row, actor.parallel)}
         if not with_gradients:
             return {"logprobs": found, "gradients": {}}
         actor.gradients(rows, actor._of_logprobs(_weighted_sum(actor, len(rows))))
@@ -93,14 +93,6 @@ def _watch_layers_behind(actor: MegatronActor) -> None:
     for chunk in map(unwrap, actor.model):
         for module in chunk.mtp.modules() if hasattr(chunk, "mtp") else ():
             module.register_forward_pre_hook(called)
-
-
-def _by_sample(actor: MegatronActor, row: PackedBatch) -> Any:
-    """(sample, log-probs of its tokens 1..L-1), once among the ranks that hold them."""
-    if row.old_logprobs is None or not actor.parallel.speaks_for_rows:
-        return
-    for i, start, length in row.segments():
-        yield i, row.old_logprobs[start : start + length - 1].clone()
 
 
 def _weighted_sum(actor: MegatronActor, num_microbatches: int) -> Any:
