@@ -253,7 +253,17 @@ def ranks_of(parallel: Parallel) -> Ranks:
 
 def mesh_of(config: Config) -> Mesh:
     p = config.parallel
-    return Mesh(tp=p.tp, pp=p.pp, cp=p.cp, dp=p.dp, ep=p.ep, etp=p.etp or p.tp, vpp=p.vpp)
+    return Mesh(
+        tp=p.tp,
+        pp=p.pp,
+        cp=p.cp,
+        dp=p.dp,
+        ep=p.ep,
+        etp=p.etp or p.tp,
+        vpp=p.vpp,
+        first_layers=p.first_layers,
+        last_layers=p.last_layers,
+    )
 
 
 def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:

@@ -126,6 +126,8 @@ def _layout(mesh: Mesh) -> dict[str, Any]:
         "tensor_model_parallel_size": mesh.tp,
         "pipeline_model_parallel_size": mesh.pp,
         "virtual_pipeline_model_parallel_size": virtual_stages(mesh),
+        "num_layers_in_first_pipeline_stage": mesh.first_layers,
+        "num_layers_in_last_pipeline_stage": mesh.last_layers,
         "context_parallel_size": mesh.cp,
         "expert_model_parallel_size": mesh.ep,
         "expert_tensor_parallel_size": mesh.etp,

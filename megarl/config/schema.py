@@ -62,6 +62,14 @@ class ParallelSection(Section):
     """Tensor parallelism inside an expert; default: tp."""
     vpp: Positive = 1
     """Model chunks a pipeline stage holds (interleaved schedule); needs pp > 1."""
+    first_layers: Positive | None = None
+    """Layers of the first pipeline stage; default: as many as the others. Fewer make room for the
+    embedding. Needs pp > 1.
+    """
+    last_layers: Positive | None = None
+    """Layers of the last pipeline stage; default: as many as the others. Fewer make up for the
+    output head and the loss. Needs pp > 1.
+    """
 
 
 class PrecisionSection(Section):

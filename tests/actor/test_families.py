@@ -34,6 +34,7 @@ LAYOUTS = [
     {"tp": 2},
     {"pp": 2},
     {"pp": 2, "vpp": 2},
+    {"pp": 2, "first_layers": 1},
     {"dp": 2, "ep": 2},
     {"cp": 2},
     {"tp": 2, "ep": 2, "etp": 1},

@@ -121,6 +121,9 @@ VALID = [
     Case(["parallel.etp=1", "parallel.ep=4"], {}, hf={"model_type": "gpt_oss"}),
     Case(["parallel={cp: 2, dp: 1}"], {}),
     Case(["parallel.vpp=2"], {}),
+    Case(["parallel={first_layers: 3, last_layers: 1}"], {}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, first_layers: 1}"], {}, hf={"num_hidden_layers": 7}),
+    Case(["parallel={vpp: 2, last_layers: 4}"], {}, hf={"num_hidden_layers": 10}),
     Case(["train.row_buckets=4", "parallel={tp: 2, pp: 1, dp: 4}"], {}),
     Case([*URLS, "rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
     Case([*URLS, "rollout.context_length=100"], {}),
@@ -157,6 +160,7 @@ VALID = [
     Case([], {}, hf={"intermediate_size": 97}),  # of dense layers, which this model does not have
 ]
 
+FIRST, LAST = "parallel.first_layers=", "parallel.last_layers="
 LAYOUT = [
     Case([], {"parallel": ["tp 2 * pp 2 * cp 1 * dp 2 = 8", "ranks, 16"]}, world_size=16),
     Case([], {"parallel.tp": ["2", "num_attention_heads = 7 (1, 7)"]},
@@ -175,6 +179,23 @@ LAYOUT = [
     Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
     Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
          hf={"num_hidden_layers": 5}),
+    Case([FIRST + "3"], {"parallel.first_layers": ["3 of num_hidden_layers = 2", "found -1 left"]},
+         hf={"num_hidden_layers": 2}),
+    Case([FIRST + "2", LAST + "2"],
+         {"parallel.first_layers and parallel.last_layers": ["2 of", "all of them"]},
+         hf={"num_hidden_layers": 5}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, first_layers: 2}"],
+         {"parallel.first_layers": ["a multiple of 3 layers left", "pp 4 - 1 = 3", "found 5 left"]},
+         hf={"num_hidden_layers": 7}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, last_layers: 4}"],
+         {"parallel.last_layers": ["a multiple of 3 layers left", "found 0 left"]}),
+    Case([FIRST + "2", "parallel.vpp=2"], {"parallel.vpp": ["num_hidden_layers / pp 2 = 3 (1, 3)"]},
+         hf={"num_hidden_layers": 5}),
+    Case([FIRST + "3", "parallel.vpp=2"], {"parallel.vpp": ["parallel.first_layers = 3 (1, 3)"]},
+         hf={"num_hidden_layers": 7}),
+    Case(["parallel={pp: 1, dp: 4, first_layers: 2, last_layers: 1}"],
+         {"parallel.first_layers": ["2", "null, or parallel.pp > 1"],
+          "parallel.last_layers": ["1", "null, or parallel.pp > 1"]}),
     Case(["parallel.vpp=3"], {"parallel.vpp": ["3", "num_hidden_layers / pp 2 = 2 (1, 2)"]}),
     Case(["parallel={pp: 1, dp: 4, vpp: 3}"], {"parallel.vpp": ["3", "1, or parallel.pp > 1"]}),
     Case([], {"parallel.ep": ["2", "the number of experts = 9 (1, 3, 9)"]}, hf={"num_experts": 9}),
