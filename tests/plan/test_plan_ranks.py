@@ -72,6 +72,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
         t.name: 0.1 * torch.randn(t.shape, generator=generator)
         for t in mapping_for(read_spec(folder)).hf_spec()
     }
+    for name in tensors:  # a multi-token prediction layer's tables are the model's
+        if ".embed_tokens" in name:
+            tensors[name] = tensors["model.embed_tokens.weight"].clone()
+        if ".shared_head.head" in name:
+            tensors[name] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -136,6 +141,62 @@ def assert_states_split(
             padding = padding_bound(rank["tensors"], mesh.world_size * rank["buffers"])
             alone = optimizer_ranks(mesh) == (1, 1)
             assert abs(rank["optimizer_bytes"] - stage.optimizer) <= (0 if alone else 12 * padding)
+
+
+SIGMOID = {  # what both families have
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES = {
+    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "deepseek_v3": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        # 16 + 8: where values and keys differ in size, attention on a CPU keeps all its scores
+        "v_head_dim": 24,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_shared_experts_hold_what_is_planned(
+    pool: WorkerPool, tmp_path: Path, family: str, layout: dict[str, int]
+) -> None:
+    values = {**MODEL, **SIGMOID, **FAMILIES[family], "model_type": family}
+    folder = write_model(tmp_path, values)
+    found, planned = measure(pool, folder, layout, Choices(fused_norms=False))
+    spec, mesh = read_spec(folder), mesh_of(layout)
+    assert_states_split(found, planned, mesh)
+    for stage in planned:
+        ranks = [r for r in found if r["at"]["pp"] == stage.stage]
+        for rank in ranks:
+            parameters = rank["shared"] + rank["expert"]
+            assert parameters == stage.count.parameters
+            assert rank["parameter_bytes"] + rank["bias_bytes"] == stage.parameters
+        saved = sum(r["saved"] for r in ranks) / len(ranks)
+        assert saved == pytest.approx(stage.activations + stage.head, rel=ACTIVATION_RTOL)
+        pushed = pushed_bytes(spec, mesh, stage.stage, Choices())
+        assert sum(r["sent"] for r in ranks) == pushed
 
 
 FULL = {
