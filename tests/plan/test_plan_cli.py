@@ -90,10 +90,14 @@ def test_the_verdict_comes_first(megarl: Megarl) -> None:
 
 
 def test_nonsense_exits_with_every_reason(megarl: Megarl) -> None:
-    code, out, err = megarl(CONFIGS / "qwen3-235b-a22b.yaml", "--gpus", 7)
+    overrides = ["parallel.tp=3", "parallel.ep=64"]
+    code, out, err = megarl(CONFIGS / "qwen3-235b-a22b.yaml", *overrides, "--gpus", 7)
     assert (code, out) == (2, "") and "Traceback" not in err
     for words in (
-        "3 problems",
+        "6 problems",
+        "parallel.tp: found 3; accepted: a divisor of num_attention_heads = 64",
+        "parallel.tp: found 3; accepted: a divisor of num_key_value_heads = 4",
+        "parallel.tp: found 3; accepted: a divisor of intermediate_size",
         "a product equal to the number of ranks, 7",
         "parallel.ep: found ep",
         "at least 17: 1,314 GiB of weights and gradients",
