@@ -94,7 +94,7 @@ def config_check(
     """
     from megarl.config.files import read_hf_config
     from megarl.config.validate import validate
-    from megarl.models.spec import FAMILIES
+    from megarl.models.spec import FAMILIES, REFUSED
 
     config = _load(arguments)
     hf_config = read_hf_config(config.model.hf)
@@ -104,6 +104,7 @@ def config_check(
         num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
         supported_models=FAMILIES,
+        refused_models=REFUSED,
         check_paths=paths,
     )
     if hf_config is not None:

@@ -20,7 +20,7 @@ from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, MegarlError
-from megarl.models.spec import FAMILIES
+from megarl.models.spec import FAMILIES, REFUSED
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.types import Job
@@ -78,6 +78,7 @@ def check(config: Config, job: Job) -> None:
         num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
         supported_models=FAMILIES.keys(),
+        refused_models=REFUSED,
     )
 
 

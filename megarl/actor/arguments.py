@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.mesh import Mesh
@@ -37,6 +38,7 @@ def transformer_config(
 
 
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
+    assert spec.mlp_bias == spec.out_bias == spec.router_bias, "upstream has one switch for them"
     return {
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
@@ -48,11 +50,37 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "qk_layernorm": spec.qk_norm or spec.mla is not None,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
+        **_activation(spec),
+        "add_bias_linear": spec.mlp_bias,  # of the output projection and the router, too
         "add_qkv_bias": spec.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        "softmax_type": "learnable" if spec.sinks else "vanilla",
+        **_windows(spec),
+    }
+
+
+def _activation(spec: ModelSpec) -> dict[str, Any]:
+    """Of the gate: SwiGLU's, or the clamped one, which has ``up + 1`` for ``up``."""
+    assert spec.glu_alpha in (0.0, 1.702), spec.glu_alpha
+    if not spec.glu_alpha:
+        return {"activation_func": F.silu}
+    return {
+        "activation_func": quick_gelu,  # x * sigmoid(1.702 x)
+        "activation_func_clamp_value": spec.glu_limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _windows(spec: ModelSpec) -> dict[str, Any]:
+    """Megarl counts the keys that a query sees, upstream those before it."""
+    widths = {width for width in spec.windows if width}
+    if not widths:
+        return {}
+    (width,) = widths
+    return {
+        "window_size": (width - 1, 0),
+        "window_attn_skip_freq": [int(w > 0) for w in spec.windows],  # 1: within the window
     }
 
 

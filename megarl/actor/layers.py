@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megarl.actor.attention_packed import PackedAttention, RMSNorm
+from megarl.actor.experts import ExpertOutput
 from megarl.actor.latent_attention import LatentAttention
 from megarl.actor.router import Router
 from megarl.models.spec import ModelSpec
@@ -100,5 +103,10 @@ def _experts(spec: ModelSpec) -> Any:
     upstream: Any = get_mlp_module_spec_for_backend(
         LocalSpecProvider(), num_experts=spec.experts, moe_grouped_gemm=False
     )
-    submodules = dataclasses.replace(upstream.keywords["submodules"], router=Router)
+    one = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
+    submodules = dataclasses.replace(
+        upstream.keywords["submodules"],
+        router=Router,
+        experts=partial(SequentialMLP, submodules=one),
+    )
     return partial(MoELayer, submodules=submodules)

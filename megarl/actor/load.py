@@ -34,7 +34,8 @@ def load_hf_weights(
             if name == but:
                 continue
             rank, size = tp_place(name, mapping, parallel)
-            tensors = [checkpoint.get(hf) for hf in mapping.hf_names(name)]
+            index = mapping.slice_of(name)
+            tensors = [checkpoint.get(hf, index) for hf in mapping.hf_names(name)]
             shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)
             assert shard.shape == weight.shape, (name, shard.shape, weight.shape)
             weight.copy_(shard)

@@ -13,7 +13,10 @@ from megarl.actor.setup import Parallel
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 _BUFFERS = (".router.expert_bias",)
-_EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+$")
+_EXPERT = re.compile(
+    r"(?<=local_experts\.)\d+"
+    r"|(?<=experts\.linear_fc[12]\.weight)\d+$|(?<=experts\.linear_fc[12]\.bias)\d+$"
+)
 
 
 def global_parameters(

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megarl.actor.attention_packed import packed_seq_params
+from megarl.actor.names import unwrap
 from megarl.actor.setup import Parallel
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
@@ -53,7 +54,7 @@ def run_schedule(
     row. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
     config: Any = get_model_config(model[0])
-    balanced = config.moe_aux_loss_coeff > 0
+    balanced = config.moe_aux_loss_coeff > 0 or config.moe_router_enable_expert_bias
     # Megatron's wrapper for bf16 would copy the logits to fp32; losses convert what they need.
     in_model_precision = {"fp32_output": False} if config.bf16 else {}
 
@@ -69,7 +70,7 @@ def run_schedule(
             on(row.positions)[None],
             None,
             packed_seq_params=packed_seq_params(row.cu_seqlens.to(parallel.device)),
-            padding_mask=on(~row.valid)[None] if balanced else None,
+            padding_mask=_padding(core, on(~row.valid), parallel) if balanced else None,
             **in_model_precision,
         )
 
@@ -93,6 +94,15 @@ def run_schedule(
         forward_only=forward_only,
     )
     return results
+
+
+def _padding(core: Any, padding: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+    """bool [1, T / cp], True at padding, for the routers. Where tensor parallelism splits the
+    sequence, upstream cuts it up in the chunk that holds the embedding and forgets to in the rest.
+    """
+    if parallel.mesh.sequence_parallel and not unwrap(core).pre_process:
+        padding = padding.chunk(parallel.mesh.tp)[parallel.at.tp]
+    return padding[None]
 
 
 def on_logprobs(

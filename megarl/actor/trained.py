@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
 
+from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.setup import Parallel
@@ -52,6 +54,7 @@ class TrainedModel:
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
+        forget_routed(self.model)
         self.optimizer.zero_grad()
         found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
         return (
@@ -79,6 +82,8 @@ class TrainedModel:
         if not skip:
             ok, grad_norm, _ = self.optimizer.step()
             assert ok, "gradients are finite: checked before"
+            rate = get_model_config(self.model[0]).moe_router_bias_update_rate
+            move_expert_bias(self.model, rate, self.parallel.stage)
             metrics += [Metric(f"{self.area}/grad_norm", Max(float(grad_norm)))]
         return [*metrics, Metric(f"{self.area}/lr", Max(lr))]
 

@@ -1,7 +1,8 @@
 """Does the model fit the layout? World size, and every dimension that a parallel axis divides.
 
 1. world size = tp * pp * cp * dp.
-2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts'.
+2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts',
+   unless they have biases: then it is 1.
 3. ep divides the experts; ep * etp divides the tp * cp * dp ranks of a pipeline stage.
 4. pp divides the layers (those that first_layers and last_layers leave: the stages that these do
    not name), vpp those of every stage; vpp, first_layers and last_layers need pp > 1.
@@ -17,6 +18,7 @@ from megarl.config.schema import Config, ParallelSection
 from megarl.errors import Problem
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_WHOLE_EXPERTS = ("gpt_oss",)  # model_type whose experts have biases: Megatron does not split them
 _NEEDED = ("model_type", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -31,6 +33,7 @@ class Dims:
     shared_ffn: int
     moe_ffn: int
     experts: int
+    whole_experts: bool  # tensor parallelism cannot split an expert
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "Dims":
@@ -50,6 +53,7 @@ class Dims:
             or size("n_shared_experts") * moe_ffn,
             moe_ffn=moe_ffn,
             experts=experts,
+            whole_experts=hf.get("model_type") in _WHOLE_EXPERTS,
         )
 
 
@@ -104,6 +108,9 @@ def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
     ):
         if total % degree:
             yield Problem(key, str(degree), f"a divisor of {name} = {total} ({_divisors(total)})")
+    if dims.whole_experts and etp > 1:
+        found = str(p.etp) if p.etp else f"{etp}, which is tp by default"
+        yield Problem("parallel.etp", found, "1: Megatron does not split experts with biases")
     if p.pp > 1:
         yield from _stages(p, dims.layers)
 

@@ -31,6 +31,7 @@ def validate(
     num_gpus: int,
     hf_config: Mapping[str, Any] | None,
     supported_models: Collection[str] | None = None,
+    refused_models: Mapping[str, str] | None = None,
     check_paths: bool = True,
 ) -> None:
     """Raise ConfigError with everything that is wrong; return None if nothing is.
@@ -38,11 +39,12 @@ def validate(
     ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
     ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
+    ``refused_models``: others that are known, and why they cannot.
     """
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config),
-        *_model(config, hf_config, supported_models),
+        *_model(config, hf_config, supported_models, refused_models or {}),
         *algorithm_problems(config),
         *_batch(config),
         *_rows(config),
@@ -95,13 +97,18 @@ def _compares_samples(config: Config) -> str | None:
 
 
 def _model(
-    config: Config, hf: Mapping[str, Any] | None, supported: Collection[str] | None
+    config: Config,
+    hf: Mapping[str, Any] | None,
+    supported: Collection[str] | None,
+    refused: Mapping[str, str],
 ) -> Iterator[Problem]:
     if hf is None or supported is None or not hf.get("model_type"):
         return
-    if hf["model_type"] not in supported:
-        found = f"{config.model.hf}, whose model_type is {hf['model_type']}"
-        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}")
+    family = hf["model_type"]
+    if family not in supported:
+        found = f"{config.model.hf}, whose model_type is {family}"
+        why = f" ({family}: {refused[family]})" if family in refused else ""
+        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}{why}")
 
 
 def _batch(config: Config) -> Iterator[Problem]:

@@ -110,18 +110,21 @@ class ConfigReader:
         *,
         head_dim: int | None = None,
         rope_share: float | None = None,
+        rope_theta: float = 10000.0,
         reads: Collection[str] = (),
     ) -> dict[str, Any]:
         """The fields of ModelSpec that every decoder family here reads alike; refuses the rest.
 
         ``head_dim``: what transformers takes when the key is absent; None where it must be there.
-        ``rope_share``: likewise of ``partial_rotary_factor``; None where the family turns whole
-        heads. ``reads``: keys of ``HARMLESS`` that the family reads itself.
+        ``rope_theta``: likewise. ``rope_share``: likewise of ``partial_rotary_factor``; None where
+        the family turns whole heads. ``reads``: keys of ``HARMLESS``, or layer_types, that the
+        family reads itself.
         """
         for key, accepted in HARMLESS.items():
             if key not in reads:
                 self.only(key, *accepted)
-        self._all_layers_alike(layers)
+        if "layer_types" not in reads:
+            self._all_layers_alike(layers)
         heads = self.count("num_attention_heads")
         kv_heads = self.count("num_key_value_heads")
         if heads % kv_heads:
@@ -136,7 +139,7 @@ class ConfigReader:
             "kv_heads": kv_heads,
             "head_dim": size,
             "vocab": vocab,
-            **self.rotary(size, rope_share),
+            **self.rotary(size, rope_share, rope_theta),
             "norm_eps": self.number("rms_norm_eps"),
             "tie_embeddings": self.flag("tie_word_embeddings", default=False),
             "qk_norm": True,
@@ -151,14 +154,16 @@ class ConfigReader:
         if kinds is not None and kinds != ["full_attention"] * layers:
             self.complain("layer_types", kinds, f"num_hidden_layers={layers} times full_attention")
 
-    def rotary(self, size: int, share: float | None = None) -> dict[str, Any]:
+    def rotary(
+        self, size: int, share: float | None = None, default_theta: float = 10000.0
+    ) -> dict[str, Any]:
         """``rope_theta``, ``rope_share`` and ``yarn`` of a head of ``size`` dimensions.
 
         Read from the new key (rope_parameters) or the old ones; contradictory values are refused,
         and so is every scaling but YaRN. ``share``: as ``transformer``'s ``rope_share``.
         """
         blocks = {key: self._rope_block(key) for key in ("rope_parameters", "rope_scaling")}
-        theta = self._rope_value("rope_theta", 10000.0, blocks)
+        theta = self._rope_value("rope_theta", default_theta, blocks)
         found = self._rope_value("partial_rotary_factor", share or 1.0, blocks)
         if found != 1 and (share is None or found > 1):
             self.complain("partial_rotary_factor", found, "1" if share is None else "at most 1")

@@ -79,17 +79,23 @@ class HfCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self._place(name).dtype
 
-    def get(self, name: str) -> Tensor:
-        """The tensor in memory of its own, in the dtype of the file."""
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """The tensor, or ``tensor[index]``, in memory of its own, in the dtype of the file. Nothing
+        else is read.
+        """
         place = self._place(name)
-        if place.begin == place.end:
-            return torch.empty(place.shape, dtype=place.dtype)
-        buffer = bytearray(place.end - place.begin)
+        begin, end, shape = place.begin, place.end, place.shape
+        if index is not None:
+            size, shape = (end - begin) // shape[0], shape[1:]
+            begin, end = begin + index * size, begin + (index + 1) * size
+        if begin == end:
+            return torch.empty(shape, dtype=place.dtype)
+        buffer = bytearray(end - begin)
         with place.file.open("rb") as file:
-            file.seek(place.begin)
+            file.seek(begin)
             if file.readinto(buffer) != len(buffer):
                 raise DataError(f"{place.file}: cut short while open; tensor {name} is incomplete")
-        return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
+        return torch.frombuffer(buffer, dtype=place.dtype).reshape(shape)
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:

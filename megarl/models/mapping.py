@@ -55,6 +55,8 @@ class Rule:
     ``tied_to``: the HF tensor that stands in when embeddings are tied; nothing is exported then.
     ``copies``: where files hold the same tensor once more for multi-token prediction layer ``{L}``.
     ``dtype``: of the tensor, whatever the model's is.
+    ``stacked``: files hold the layer's experts in one tensor, [experts, *dims]; the parameter is
+    entry ``{E}`` of it.
     """
 
     where: Literal["model", "layer", "dense", "moe", "expert", "mtp"]
@@ -64,6 +66,7 @@ class Rule:
     tied_to: str | None = None
     copies: str | None = None
     dtype: str | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class ModelMapping:
         self._dims = dims_of(spec)
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them.
+        """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them; or of
+        which it takes entry ``slice_of(name)``.
 
         Raises DataError for a parameter no rule knows.
         """
@@ -98,6 +102,11 @@ class ModelMapping:
         if match.rule.tied_to and self.spec.tie_embeddings:
             return (match.rule.tied_to,)
         return tuple(hf for hf, _ in match.hf(self._dims))
+
+    def slice_of(self, name: str) -> int | None:
+        """Where in its HF tensors parameter ``name`` is; None where it is all of them."""
+        match = self._match(name)
+        return match.numbers["E"] if match.rule.stacked else None
 
     def exported(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
         """(HF name, shape) of what ``to_hf(name, ...)`` returns; none for a tied output layer."""
@@ -108,6 +117,13 @@ class ModelMapping:
             return []
         found = match.hf(self._dims)
         return found + [(copy, found[0][1]) for copy in self._copies(match.rule)]
+
+    def _in_files(self, match: _Match) -> list[tuple[str, tuple[int, ...]]]:
+        """Whole tensors, of the first of the parameters that share them."""
+        if not match.rule.stacked:
+            return self._exported(match)
+        whole = [(name, (self.spec.experts, *shape)) for name, shape in self._exported(match)]
+        return whole if match.numbers["E"] == 0 else []
 
     def _copies(self, rule: Rule) -> list[str]:
         return [rule.copies.format(L=layer) for layer in self._mtp_layers if rule.copies]
@@ -152,6 +168,7 @@ class ModelMapping:
 
     def to_hf(self, name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """(HF name, whole tensor) pairs of one parameter, from its shards in tensor-parallel order.
+        Entry ``slice_of(name)`` of the HF tensor, where that is not None.
 
         For a parameter that is not sharded one tensor is enough, the first is taken.
         """
@@ -175,7 +192,7 @@ class ModelMapping:
         return [
             TensorSpec(name, shape, match.rule.dtype or dtype or self.spec.dtype)
             for match in self._everything()
-            for name, shape in self._exported(match)
+            for name, shape in self._in_files(match)
         ]
 
     def megatron_names(self) -> list[str]:
@@ -263,9 +280,11 @@ def dims_of(spec: ModelSpec) -> dict[str, int]:
         "hidden": spec.hidden,
         "q": spec.heads * spec.head_dim,
         "kv": spec.kv_heads * spec.head_dim,
+        "heads": spec.heads,
         "head_dim": spec.head_dim,
         "ffn": spec.ffn,
         "moe_ffn": spec.moe_ffn,
+        "moe_ffn_twice": 2 * spec.moe_ffn,
         "experts": spec.experts,
         "shared_ffn": spec.shared_ffn,
         "hidden_twice": 2 * spec.hidden,

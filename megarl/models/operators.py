@@ -112,6 +112,48 @@ class GateUp:
 
 
 @dataclass(frozen=True)
+class Interleaved:
+    """[H, 2I], columns gate_0, up_0, gate_1, ... <-> fc1 [2I, H] = [gate; up]; a bias [2I] too.
+    Split as ``GateUp``.
+    """
+
+    sharded = True
+
+    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        rows = _swapped(tensors[0])
+        return torch.cat([rows[0::2], rows[1::2]], 0)
+
+    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
+        return [_swapped(torch.stack(tensor.chunk(2, 0), 1).flatten(0, 1))]
+
+    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
+        return GateUp().split(tensor, rank, size, spec)
+
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        return GateUp().merge(shards, spec)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """[in, out] <-> [out, in], split along ``axis`` of the latter."""
+
+    axis: Axis
+    sharded = True
+
+    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        return _swapped(tensors[0])
+
+    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
+        return [_swapped(tensor)]
+
+    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
+        return Copy(self.axis).split(tensor, rank, size, spec)
+
+    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        return Copy(self.axis).merge(shards, spec)
+
+
+@dataclass(frozen=True)
 class Vocab:
     """[V, H] <-> [padded V, H], split by rows; the padding is zero and never leaves Megatron."""
 
@@ -139,8 +181,15 @@ OPERATORS: dict[str, Callable[[int], Operator]] = {  # name in a table -> made f
     "row": lambda padded: Copy(ROW),
     "qkv": lambda padded: Qkv(),
     "gate_up": lambda padded: GateUp(),
+    "interleaved": lambda padded: Interleaved(),
+    "transposed_row": lambda padded: Transposed(ROW),
     "vocab": lambda padded: Vocab(padded),
 }
+
+
+def _swapped(tensor: Tensor) -> Tensor:
+    """A matrix transposed; a bias as it is."""
+    return tensor.transpose(0, -1)
 
 
 def _part(tensor: Tensor, rank: int, size: int, axis: int) -> Tensor:

@@ -18,8 +18,13 @@ from megarl.models.parts import DeltaNet, Mla, Yarn
 FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` and `rules`
     "deepseek_v3": "megarl.models.deepseek_v3",
     "glm4_moe": "megarl.models.glm4_moe",
+    "gpt_oss": "megarl.models.gpt_oss",
     "qwen3": "megarl.models.qwen3",
     "qwen3_moe": "megarl.models.qwen3_moe",
+}
+REFUSED: dict[str, str] = {  # model_type -> why it cannot be trained (docs/model-families.md)
+    "qwen3_next": "megatron-core 0.19.2 computes gated delta nets of packed sequences with the GPU "
+    "kernels of flash-linear-attention alone",
 }
 
 
@@ -133,7 +138,8 @@ def spec_of(config: ConfigReader) -> ModelSpec:
     """``read_spec`` of values that are at hand."""
     family = config.values.get("model_type")
     if family not in FAMILIES:
-        accepted = f"one of {', '.join(sorted(FAMILIES))}"
+        why = f" ({family}: {REFUSED[family]})" if family in REFUSED else ""
+        accepted = f"one of {', '.join(sorted(FAMILIES))}{why}"
         raise DataError(str(Problem(f"{config.where}: model_type", repr(family), accepted)))
     read = cast(FamilyReader, importlib.import_module(FAMILIES[family]).read)
     spec = read(config)

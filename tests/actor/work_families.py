@@ -11,12 +11,13 @@ from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
 from tests.actor.work import config_for, gradients, make_actor, plan_for
 from tests.actor.work_split import noise_of
+from tests.actor.work_state import ONE_STEP, Trainee
 
 
 def evaluate(
     rank: int,
     models: dict[str, Path],
-    layout: dict[str, int],
+    layouts: dict[str, dict[str, int]],
     samples: Sequence[Sample],
     row_tokens: int,
     with_gradients: bool = True,
@@ -25,7 +26,7 @@ def evaluate(
     rank is the sender of.
     """
     return {
-        name: _evaluate(folder, layout, list(samples), row_tokens, with_gradients)
+        name: _evaluate(folder, layouts[name], list(samples), row_tokens, with_gradients)
         for name, folder in models.items()
     }
 
@@ -50,6 +51,33 @@ def _evaluate(
             return {"logprobs": found, "gradients": {}}
         actor.gradients(rows, actor._of_logprobs(_weighted_sum(actor, len(rows))))
         return {"logprobs": found, "gradients": gradients(actor)}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
+    """``reference``: the weights after those of the reference policy, which were spoilt, have been
+    in their place; ``after``: those after one optimizer step.
+    """
+    from megatron.core import parallel_state
+
+    trainee = Trainee(hf, layout, {"algo": ONE_STEP})
+    actor = trainee.actor
+    try:
+        trainee_weights = trainee.weights()
+        chunks = [chunk.module for chunk in actor.model]
+        actor.keep_reference()
+        assert actor.reference is not None
+        with torch.no_grad():
+            for kept in actor.reference._copy:
+                kept.add_(0.25)
+        with actor.reference.loaded(chunks):
+            moved = trainee.weights()
+        assert any(not torch.equal(moved[n], t) for n, t in trainee_weights.items())
+        found = {"reference": trainee.weights()}
+        actor.reference = None
+        trainee.steps(0, 1)
+        return {**found, "after": trainee.weights()}
     finally:
         parallel_state.destroy_model_parallel()
 

@@ -27,7 +27,7 @@ MOE: dict[str, Any] = {
 DENSE = {k: v for k, v in MOE.items() if not k.startswith(("num_exp", "moe"))} | {
     "model_type": "qwen3"
 }
-SUPPORTED = ("qwen3", "qwen3_moe")
+SUPPORTED = ("gpt_oss", "qwen3", "qwen3_moe")
 
 
 @pytest.fixture
@@ -93,6 +93,7 @@ def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
             num_gpus=case.num_gpus,
             hf_config={k: v for k, v in hf.items() if v is not None},
             supported_models=SUPPORTED,
+            refused_models={"qwen3_next": "its layers do not run"},
         )
     except ConfigError as e:
         return [(p.key, f"{p.found} | {p.accepted}") for p in e.problems]
@@ -117,6 +118,7 @@ VALID = [
     Case(["rollout.temperature=0.7"], {}, "train_only"),
     Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
     Case(["parallel.etp=1", "parallel.ep=4"], {}),
+    Case(["parallel.etp=1", "parallel.ep=4"], {}, hf={"model_type": "gpt_oss"}),
     Case(["parallel={cp: 2, dp: 1}"], {}),
     Case(["parallel.vpp=2"], {}),
     Case(["parallel={first_layers: 3, last_layers: 1}"], {}),
@@ -203,7 +205,13 @@ LAYOUT = [
     Case(["parallel={tp: 2, cp: 2, dp: 1}", "train.row_tokens=4100"],
          {"train.row_tokens": ["4100", "a multiple of 8 (2 * cp 2 * tp 2)"]}),
     Case(["train.row_tokens=4097"], {"train.row_tokens": ["a multiple of 2 (tp 2)"]}),
-    Case([], {"model.hf": ["llama", "of type qwen3, qwen3_moe"]}, hf={"model_type": "llama"}),
+    Case([], {"model.hf": ["llama", "of type gpt_oss, qwen3, qwen3_moe"]},
+         hf={"model_type": "llama"}),
+    Case([], {"model.hf": ["is qwen3_next", "qwen3_moe (qwen3_next: its layers do not run)"]},
+         hf={"model_type": "qwen3_next"}),
+    Case([], {"parallel.etp": ["2, which is tp by default", "1: ", "biases"]},
+         hf={"model_type": "gpt_oss"}),
+    Case(["parallel.etp=2"], {"parallel.etp": ["2", "1: "]}, hf={"model_type": "gpt_oss"}),
     Case([], {"model.hf": ["without num_hidden_layers, vocab_size"]},
          hf={"num_hidden_layers": None, "vocab_size": None}),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ multi-token prediction, are added to the file: transformers drops them. Never im
 Megatron, whose CPU patches would change how transformers builds models.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ DEEPSEEK = {
 GLM = {
     **SIGMOID_MOE,
     "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "attention_bias": True,
     "use_qk_norm": True,
@@ -76,6 +79,14 @@ GLM = {
     "n_group": 1,
     "topk_group": 1,
     "num_nextn_predict_layers": 1,
+}
+GPT_OSS = {
+    "intermediate_size": 20,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 12,
+    "sliding_window": 6,
+    "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of COMMON)
     "qwen3": ("qwen3", QWEN3),
@@ -105,17 +116,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
             **{"use_qk_norm": False, "n_shared_experts": 1, "num_nextn_predict_layers": 2},
         },
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss without yarn": (
+        "gpt_oss",
+        {
+            **GPT_OSS,
+            **{"rope_parameters": COMMON["rope_parameters"], "tie_word_embeddings": True},
+            **{"num_key_value_heads": 4, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
+            "layer_types": [f"{x}_attention" for x in ("full", "sliding", "sliding", "full")],
+        },
+    ),
 }
 
 
 def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write ``MODELS[name]``."""
+    """Write ``MODELS[name]``. In bf16, biases of the experts' choice have bits that bf16 lacks."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     family, changes = MODELS[name]
-    values = {**COMMON, **changes}
+    values = copy.deepcopy({**COMMON, **changes})  # which transformers adds to
     config = AutoConfig.for_model(family, **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -167,7 +188,11 @@ def _values(key: str, tensor: torch.Tensor) -> torch.Tensor:
         return 0.2 * noise
     if tensor.dim() == 1 and key.endswith("weight"):
         return 1 + 0.2 * noise
-    return (0.5 if "mlp.gate." in key else 0.15) * noise
+    if key.endswith("sinks"):
+        return 2 * noise
+    if key.endswith("gate_up_proj_bias"):
+        return 4 * noise  # beyond the clamps
+    return (0.5 if "mlp.gate." in key or "mlp.router." in key else 0.15) * noise
 
 
 def _add_mtp(file: Path, layers: int, mtp: int) -> None:

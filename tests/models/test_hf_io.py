@@ -46,6 +46,23 @@ def test_what_transformers_wrote_is_read_bit_for_bit(saved: Saved, model: str) -
     assert {checkpoint.dtype(n) for n in expected} == {t.dtype for t in expected.values()}
 
 
+def test_a_slice_of_a_tensor_is_read_alone(saved: Saved, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(saved("moe"), folder)
+    whole = load_all(folder)
+    checkpoint = open_checkpoint(folder)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        for index in (0, 3, len(whole[name]) - 1):
+            part = checkpoint.get(name, index)
+            assert torch.equal(part, whole[name][index]) and part.dtype == whole[name].dtype
+    with (folder / "model.safetensors").open("r+b") as file:  # what lies behind is not touched
+        last = max(checkpoint.names(), key=lambda n: checkpoint._place(n).end)
+        file.truncate(checkpoint._place(last).begin + 2 * whole[last][0].nbytes)
+    assert torch.equal(checkpoint.get(last, 1), whole[last][1])
+    with pytest.raises(DataError, match=f"tensor {last} is incomplete"):
+        checkpoint.get(last, 2)
+
+
 def test_what_we_write_the_library_reads_bit_for_bit(saved: Saved, sharded: Path) -> None:
     assert len(list(sharded.glob("model-*-of-*.safetensors"))) > 3
     assert same(load_all(sharded), load_all(saved("moe")))

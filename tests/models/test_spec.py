@@ -123,7 +123,12 @@ def test_end_tokens_of_both_files_end_a_response(saved: Saved, tmp_path: Path) -
         (
             "model_type",
             "llama",
-            ["model_type", "'llama'", "deepseek_v3, glm4_moe, qwen3, qwen3_moe"],
+            ["model_type", "'llama'", "deepseek_v3, glm4_moe, gpt_oss, qwen3, qwen3_moe"],
+        ),
+        (
+            "model_type",
+            "qwen3_next",
+            ["'qwen3_next'", "qwen3_moe (qwen3_next: ", "packed sequences"],
         ),
         ("architectures", ["Qwen3MoeForTokenClassification"], ["Qwen3MoeForCausalLM"]),
         ("num_hidden_layers", ABSENT, ["num_hidden_layers", "None", "integer"]),
