@@ -22,6 +22,7 @@ _PARTS = {  # field of StageMemory -> column
     "head": "head",
     "working": "work",
 }
+_MOST_ROWS = 8  # of the table of stages; of more only the telling ones are shown
 
 
 def print_plan(plan: Plan, suggestions: Sequence[Suggestion] | None, console: Console) -> None:
@@ -33,20 +34,28 @@ def print_plan(plan: Plan, suggestions: Sequence[Suggestion] | None, console: Co
     for line in _movement(plan):
         console.print(line, highlight=False)
     if suggestions:
-        console.print(_suggestions(suggestions, experts=plan.job.spec.experts > 0))
+        experts = plan.job.spec.experts > 0
+        console.print(_suggestions(suggestions, experts=experts))
+        settings = layout_settings(suggestions[0].mesh, experts=experts)
+        text = ", ".join(f"{name}: {n}" for name, n in settings.items())
+        console.print(f"the first: parallel: {{{text}}}", highlight=False, markup=False)
     elif suggestions is not None:
         console.print("No layout of these GPUs fits.", highlight=False)
 
 
-def layout_text(mesh: Mesh, *, experts: bool) -> str:
-    """The settings of ``parallel`` that are not 1, and dp."""
+def layout_settings(mesh: Mesh, *, experts: bool) -> dict[str, int]:
+    """The settings of ``parallel`` that say this layout; dp always, others where they are not 1."""
     degrees = {"tp": mesh.tp, "pp": mesh.pp, "cp": mesh.cp}
-    parts = {name: n for name, n in degrees.items() if n > 1} | {"dp": mesh.dp}
-    parts |= {"ep": mesh.ep, "etp": mesh.etp} if experts else {}
-    parts |= {"vpp": mesh.vpp} if mesh.vpp > 1 else {}
+    found = {name: n for name, n in degrees.items() if n > 1} | {"dp": mesh.dp}
+    found |= {"ep": mesh.ep, "etp": mesh.etp} if experts else {}
+    found |= {"vpp": mesh.vpp} if mesh.vpp > 1 else {}
     ends = {"first_layers": mesh.first_layers, "last_layers": mesh.last_layers}
-    parts |= {name: n for name, n in ends.items() if n is not None}
-    return " ".join(f"{name} {n}" for name, n in parts.items())
+    return found | {name: n for name, n in ends.items() if n is not None}
+
+
+def _text(mesh: Mesh, *, experts: bool) -> str:
+    settings = layout_settings(mesh, experts=experts)
+    return " ".join(f"{name.removesuffix('_layers')} {n}" for name, n in settings.items())
 
 
 def _heading(plan: Plan) -> Iterator[str]:
@@ -54,7 +63,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     spec = job.spec
     total, active = total_parameters(spec) / 1e9, active_parameters(spec) / 1e9
     yield f"{spec.family}: {total:,.2f} B parameters, {active:,.2f} B active a token"
-    yield f"{job.gpus} GPUs: {layout_text(plan.mesh, experts=spec.experts > 0)}"
+    yield f"{job.gpus} GPUs: {_text(plan.mesh, experts=spec.experts > 0)}"
     extras = [f"recompute {c.recompute}"]
     if c.recompute == "selective":
         extras[0] += f" ({', '.join(c.recompute_modules)})"
@@ -78,14 +87,15 @@ def _verdict(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    table = _table("GiB of one rank")
+    table = _table("GiB of one rank, by pipeline stage")
     shown = [p for p in _PARTS if any(getattr(stage, p) for stage in plan.stages)]
     host = any(stage.host for stage in plan.stages)
     names = [_PARTS[part] for part in shown]
     head = ("stage", "layers", "B par", *names, "spare", "total", "rows", "a row")
     for name in (*head, *["on host"] * host):
         table.add_column(name, justify="right", no_wrap=True)
-    for first, last in _runs(plan.stages):
+    runs = list(_runs(plan.stages))
+    for first, last in runs if len(runs) <= _MOST_ROWS else _telling(plan, runs):
         stage = plan.stages[first]
         table.add_row(
             f"{first}" if first == last else f"{first}-{last}",
@@ -122,6 +132,13 @@ def _runs(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int]]:
         yield found[0], found[-1]
 
 
+def _telling(plan: Plan, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The first two, the heaviest, the one in the middle and the last two."""
+    heaviest = next(i for i, run in enumerate(runs) if plan.heaviest.stage <= run[1])
+    last = len(runs) - 1
+    return [runs[i] for i in sorted({0, 1, heaviest, last // 2, last - 1, last})]
+
+
 def _movement(plan: Plan) -> Iterator[str]:
     job, mesh = plan.job, plan.mesh
     idle = plan.bubble
@@ -156,7 +173,7 @@ def _suggestions(found: Sequence[Suggestion], *, experts: bool) -> Table:
         table.add_column(name, justify="left" if name == "layout" else "right")
     for s in found:
         table.add_row(
-            layout_text(s.mesh, experts=experts),
+            _text(s.mesh, experts=experts),
             s.choices.recompute,
             f"{s.heaviest / GIB:,.1f}",
             str(s.num_rows),

@@ -102,9 +102,11 @@ def pushed_bytes(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices) -> i
     table = spec.vocab * spec.hidden
     padding = padded_vocab_size(spec.vocab, VOCAB_MULTIPLE) * spec.hidden - table
     numbers = count.parameters - first * padding
-    if last and not (first and spec.tie_embeddings):
-        numbers -= padding + (table if spec.tie_embeddings else 0)  # the copy of a tied embedding
-    numbers += spec.mtp_layers * table * (first + last)
+    numbers += spec.mtp_layers * table * first
+    if last and not spec.tie_embeddings:
+        numbers += spec.mtp_layers * table - padding
+    elif last and not first:  # the copy of a tied embedding
+        numbers -= table + padding
     return choices.parameter_bytes * numbers + 4 * count.buffers
 
 

@@ -1,6 +1,7 @@
 """The plan's numbers are those of real models in training: real Megatron, gloo, small sizes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.dist
 
 # Measured: within 1 %, and 4 % where experts are not equally popular.
 ACTIVATION_RTOL = 0.05
+HERE = Choices(fused_norms=torch.cuda.is_available())
 MODEL = {
     "model_type": "qwen3",
     "eos_token_id": 1,
@@ -47,7 +49,6 @@ MOE = {
     "num_experts_per_tok": 2,
 }
 LAYOUTS = [
-    pytest.param({}, marks=pytest.mark.slow),
     {"tp": 2},
     pytest.param({"pp": 2}, marks=pytest.mark.slow),
     {"cp": 2},
@@ -72,6 +73,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
         t.name: 0.1 * torch.randn(t.shape, generator=generator)
         for t in mapping_for(read_spec(folder)).hf_spec()
     }
+    for name in tensors:  # a multi-token prediction layer's tables are the model's
+        if ".embed_tokens" in name:
+            tensors[name] = tensors["model.embed_tokens.weight"].clone()
+        if ".shared_head.head" in name:
+            tensors[name] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -106,7 +112,7 @@ def test_every_rank_holds_what_is_planned(
     pool: WorkerPool, model: Path, layout: dict[str, int]
 ) -> None:
     mesh = mesh_of(layout)
-    found, planned = measure(pool, model, layout, Choices(fused_norms=False))
+    found, planned = measure(pool, model, layout, HERE)
     for rank in found:
         stage = planned[rank["at"]["pp"]]
         assert (rank["shared"], rank["expert"]) == (stage.count.shared, stage.count.expert)
@@ -138,6 +144,62 @@ def assert_states_split(
             assert abs(rank["optimizer_bytes"] - stage.optimizer) <= (0 if alone else 12 * padding)
 
 
+SIGMOID = {  # what both families have
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES = {
+    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "deepseek_v3": {
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        # 16 + 8: where values and keys differ in size, attention on a CPU keeps all its scores
+        "v_head_dim": 24,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_shared_experts_hold_what_is_planned(
+    pool: WorkerPool, tmp_path: Path, family: str, layout: dict[str, int]
+) -> None:
+    values = {**MODEL, **SIGMOID, **FAMILIES[family], "model_type": family}
+    folder = write_model(tmp_path, values)
+    found, planned = measure(pool, folder, layout, HERE)
+    spec, mesh = read_spec(folder), mesh_of(layout)
+    assert_states_split(found, planned, mesh)
+    for stage in planned:
+        ranks = [r for r in found if r["at"]["pp"] == stage.stage]
+        for rank in ranks:
+            parameters = rank["shared"] + rank["expert"]
+            assert parameters == stage.count.parameters
+            assert rank["parameter_bytes"] + rank["bias_bytes"] == stage.parameters
+        saved = sum(r["saved"] for r in ranks) / len(ranks)
+        assert saved == pytest.approx(stage.activations + stage.head, rel=ACTIVATION_RTOL)
+        pushed = pushed_bytes(spec, mesh, stage.stage, Choices())
+        assert sum(r["sent"] for r in ranks) == pushed
+
+
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -148,11 +210,12 @@ FULL = {
 @pytest.mark.parametrize(
     "layout, choices, settings",
     [
-        ({}, Choices(dtype="fp32", fused_norms=False), None),
-        ({"dp": 2}, Choices(distributed_optimizer=False, fused_norms=False), None),
-        ({"pp": 2}, Choices(recompute="full", fused_norms=False), FULL),
+        ({}, HERE, None),
+        ({}, replace(HERE, dtype="fp32"), None),
+        ({"dp": 2}, replace(HERE, distributed_optimizer=False), None),
+        ({"pp": 2}, replace(HERE, recompute="full"), FULL),
     ],
-    ids=["fp32", "whole optimizer", "recompute"],
+    ids=["bf16", "fp32", "whole optimizer", "recompute"],
 )
 def test_choices_change_what_is_planned(
     pool: WorkerPool,
@@ -171,7 +234,7 @@ def test_choices_change_what_is_planned(
 
 def test_a_tied_embedding_is_there_twice_and_sent_once(pool: WorkerPool, tmp_path: Path) -> None:
     tied = write_model(tmp_path, {**MODEL, "tie_word_embeddings": True})
-    found, planned = measure(pool, tied, {"pp": 2}, Choices(fused_norms=False))
+    found, planned = measure(pool, tied, {"pp": 2}, HERE)
     for rank, stage in zip(found, planned, strict=True):
         assert rank["shared"] == stage.count.shared
         assert rank["sent"] == pushed_bytes(read_spec(tied), Mesh(pp=2), stage.stage, Choices())

@@ -65,6 +65,9 @@ def _sizes(actor: MegatronActor) -> dict[str, Any]:
         "expert": sum(p.numel() for p in experts),
         "shared": sum(p.numel() for p in parameters) - sum(p.numel() for p in experts),
         "parameter_bytes": sum(p.nbytes for p in parameters),
+        "bias_bytes": sum(
+            b.nbytes for c in actor.model for n, b in c.named_buffers() if "expert_bias" in n
+        ),
         "tensors": len(parameters),
         "gradient_bytes": sum(b.grad_data.nbytes for b in (*shared, *grouped)),
         "buffers": len(shared) + len(grouped),
