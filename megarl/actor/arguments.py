@@ -1,5 +1,8 @@
 """Neutral dimensions and layout -> Megatron's TransformerConfig, field by field."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -9,10 +12,10 @@ from megarl.models.spec import ModelSpec
 
 
 def transformer_config(
-    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> TransformerConfig:
     """Every field that decides what is computed is set here, from ``spec`` or for a reason given
-    here.
+    here, or is one of the settings that ``options`` holds (``options.py``).
     """
     return TransformerConfig(
         # architecture
@@ -36,10 +39,6 @@ def transformer_config(
         moe_layer_freq=[int(moe) for moe in spec.moe_layers],
         moe_router_topk=spec.topk or 2,
         moe_router_pre_softmax=not spec.norm_topk_prob,  # softmax over the chosen = renormalised
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss" if moe_aux_loss_coef else "none",
-        moe_aux_loss_coeff=moe_aux_loss_coef,
-        moe_token_dispatcher_type="alltoall",
         # layout
         tensor_model_parallel_size=mesh.tp,
         pipeline_model_parallel_size=mesh.pp,
@@ -60,10 +59,10 @@ def transformer_config(
         transformer_impl="local",
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,  # needs apex's kernel with local linears
         calculate_per_token_loss=False,  # step.py derives the loss scale for this setting
         use_cpu_initialization=True,
         perform_initialization=False,  # weights always come from a checkpoint
+        **options,
     )
 
 

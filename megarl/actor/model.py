@@ -1,5 +1,6 @@
 """ModelSpec + layout -> Megatron's GPTModels on this rank, one for each chunk of its stage."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.actor.arguments import transformer_config
 from megarl.actor.attention_packed import PackedAttention, PackedRotaryEmbedding, RMSNorm
+from megarl.actor.options import plain_options
 from megarl.actor.setup import Parallel
 from megarl.config.schema import PrecisionSection
 from megarl.models.mapping import padded_vocab_size
@@ -38,12 +40,17 @@ def dtype_of(settings: PrecisionSection) -> torch.dtype:
 
 
 def build_model(
-    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+    spec: ModelSpec,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
 ) -> list[GPTModel]:
     """This rank's part of the model, chunk by chunk, weights uninitialised. Local layer spec with
-    our attention (no TE). The chunks share one configuration.
+    our attention. The chunks share one configuration. ``options``: of ``transformer_options``;
+    None: of a model that is not trained.
     """
-    config = transformer_config(spec, parallel.mesh, dtype, moe_aux_loss_coef)
+    options = plain_options() if options is None else options
+    config = transformer_config(spec, parallel.mesh, dtype, options)
     return [_build_chunk(config, spec, parallel, k) for k in range(parallel.mesh.vpp)]
 
 
@@ -74,15 +81,14 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
 
 
 def wrap_ddp(
-    model: list[GPTModel], dtype: torch.dtype, *, distributed_optimizer: bool
+    model: list[GPTModel], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Every chunk with gradient buffers in fp32, averaged over dp * cp (``step.py`` scales the loss
-    to match).
+    """Every chunk with gradient buffers, averaged over dp * cp (``step.py`` scales the loss to
+    match). ``options``: of ``ddp_options``.
     """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,  # the optimizer step refuses a non-finite norm and names it
+        **options,
     )
     wrapped: list[Any] = [
         Float16Module(chunk.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in model
@@ -98,6 +104,10 @@ def _layer_spec(config: Any, moe: bool) -> Any:
         normalization=config.normalization,
     )
     layer = spec.submodules
+    if moe and config.moe_grouped_gemm:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        layer.mlp.keywords["submodules"].experts = TESpecProvider().grouped_mlp_modules(True)
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm

@@ -30,6 +30,7 @@ class Dims:
     shared_ffn: int
     moe_ffn: int
     experts: int
+    latent: bool = False  # attention through a latent (MLA)
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "Dims":
@@ -49,6 +50,7 @@ class Dims:
             or size("n_shared_experts") * moe_ffn,
             moe_ffn=moe_ffn,
             experts=experts,
+            latent=latent,
         )
 
 

@@ -98,6 +98,7 @@ def train(
                     first = gradients(actor)
                 metrics += actor.update()
                 history.append(metrics)
+        actor.gather_parameters()
         weights = {n: t.clone() for n, t in actor.weights().tensors()}
         return {"metrics": history, "gradients": first or {}, "weights": weights}
     finally:
