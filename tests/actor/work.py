@@ -113,6 +113,7 @@ def train(
                     first = gradients(actor)
                 metrics += actor.update()
                 history.append(metrics)
+        actor.gather_parameters()
         weights = {n: t.clone() for n, t in actor.weights().tensors()}
         return {
             "metrics": history,
