@@ -79,16 +79,15 @@ def run_schedule(
 
         return outputs, loss_func
 
-    length = max(len(r.tokens) for r in rows)  # which only pipeline stages' exchanges go by
-    assert parallel.mesh.pp == 1 or all(len(r.tokens) == length for r in rows), (
-        "stages exchange activations of rows that share a length"
-    )
+    lengths = {len(row.tokens) for row in rows}
+    # Stages then tell each other the shape of what they send. All have rows of the same lengths.
+    config.variable_seq_lengths = parallel.mesh.pp > 1 and len(lengths) > 1
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(rows) for _ in model],
         model=model,
         num_microbatches=len(rows),
-        seq_length=length,
+        seq_length=max(lengths),
         micro_batch_size=1,
         forward_only=forward_only,
     )

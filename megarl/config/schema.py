@@ -194,8 +194,8 @@ class TrainSection(Section):
     row_buckets: Annotated[int, Field(ge=1, le=64)] = 1
     """How many lengths the rows of an optimizer step may have. 1: all are padded to the longest.
     More save padding where samples are long for a row (half of one or more): every microbatch then
-    has the shortest of the lengths that holds its rows, the same on all ranks. With parallel.pp
-    above 1 it must be 1: pipeline stages exchange activations of one size.
+    has the shortest of the lengths that holds its rows, the same on all ranks. Pipeline stages then
+    tell each other the shape of every activation they exchange.
     """
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends

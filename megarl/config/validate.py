@@ -45,7 +45,6 @@ def validate(
         *_model(config, hf_config, supported_models),
         *algorithm_problems(config),
         *_batch(config),
-        *_rows(config),
         *_schedule(config),
         *length_problems(config, hf_config),
         *_servers(config),
@@ -116,13 +115,6 @@ def _batch(config: Config) -> Iterator[Problem]:
         found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
         accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
         yield Problem("data.prompts_per_step", found, accepted)
-
-
-def _rows(config: Config) -> Iterator[Problem]:
-    buckets, pp = config.train.row_buckets, config.parallel.pp
-    if buckets > 1 and pp > 1:
-        found = f"{buckets} with parallel.pp={pp}"
-        yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

@@ -5,8 +5,8 @@
 3. Every data-parallel rank gets the same number of rows, a multiple of ``rows_multiple``; the
    missing ones are empty. Rows, microbatches and ranks are balanced by estimated FLOPs
    (``ops/pack.py``): what the slowest rank computes is what the others wait for.
-4. A microbatch has one length on all ranks: expert-parallel ranks run in step. With one bucket, as
-   pipeline stages need it, it is that of the whole optimizer step.
+4. A microbatch has one length on all ranks: expert-parallel ranks run in step, and so do pipeline
+   stages. With one bucket it is that of the whole optimizer step.
 5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend
    on sorting ties.
 """
