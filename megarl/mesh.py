@@ -90,6 +90,12 @@ class Mesh:
             ep=inner // self.etp % self.ep,
         )
 
+    def layers(self, stage: int, count: int) -> list[int]:
+        """Which of the model's ``count`` layers ``stage`` holds, chunk after chunk."""
+        size = count // (self.pp * self.vpp)
+        first = [(chunk * self.pp + stage) * size for chunk in range(self.vpp)]
+        return [layer for start in first for layer in range(start, start + size)]
+
     def sender(self, stage: int) -> int:
         """The rank that sends stage ``stage``'s weights to the rollout servers."""
         return stage * self.stage_size

@@ -226,7 +226,7 @@ class MonitorSection(Section):
     samples_per_step: NonNegative = 8
     """Samples of a step kept readable for ``megarl samples``."""
     record_rollouts: bool = False
-    """Keep every step's rollouts under rollouts/, for ``train_only`` runs."""
+    """Keep every step's rollouts under rollouts/, for ``train_only`` runs; a file a node."""
 
 
 class Config(Section):
