@@ -17,7 +17,6 @@ decided by all ranks together, at the same step.
 """
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,9 +33,8 @@ from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config
 from megarl.config.validate import optimizer_steps
-from megarl.data.exchange import Collected, Exchange
-from megarl.data.nodes import find_nodes
-from megarl.data.packing import Payload
+from megarl.data.exchange import Collected, Delivery, Exchange
+from megarl.data.nodes import Nodes, find_nodes
 from megarl.errors import RunError
 from megarl.experience import Ranks, complete_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
@@ -47,11 +45,11 @@ from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduc
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
-from megarl.planning import StepRows, build_plan, dp_ranks, plan_steps, routing_here, stage_layers
+from megarl.planning import build_plan, dp_ranks, plan_steps, routing_here, stage_layers
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Job, Max, Metric, SampleFacts, StepMetrics, Sum, TrainPlan
+from megarl.types import Job, Max, Metric, StepMetrics, Sum, TrainPlan
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Parts:
     timer: PhaseTimer
     stop: StopRequest
     controllers: Controllers
-    exchange: Exchange
+    nodes: Nodes
     ops: dict[str, str]  # which implementation of every op runs
 
     @property
@@ -135,10 +133,7 @@ def train_step(parts: Parts, step: int) -> None:
             samples, metrics = parts.source.take(step)
             facts = [s.facts for s in samples]
         with timer("plan"):
-            steps = plan_steps(facts, parts.config, parallel.mesh, pass_flops(parts.actor.spec))
-        with timer("exchange"):
-            moved = parts.exchange.deliver(samples, dp_ranks(steps, len(samples)))
-            plan = _rows(parts, steps, facts, moved.payloads)
+            plan, moved = _plan(parts, samples, parallel, actor.spec)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
@@ -162,17 +157,18 @@ def train_step(parts: Parts, step: int) -> None:
     _report(parts, step, metrics, samples)
 
 
-def _rows(
-    parts: Parts,
-    steps: list[StepRows],
-    facts: list[SampleFacts],
-    payloads: Mapping[int, Payload],
-) -> TrainPlan:
-    """This rank's rows, of the tokens that it got."""
-    at = parts.parallel.at
-    routing = routing_here(facts, parts.exchange.stage_layers, at.pp)
-    mesh = parts.parallel.mesh
-    return build_plan(steps, facts, payloads, parts.config, mesh, at.dp, routing)
+def _plan(
+    parts: Parts, samples: list[Collected], parallel: Parallel, spec: ModelSpec
+) -> tuple[TrainPlan, Delivery]:
+    """This rank's rows for a model in the layout of ``parallel``, and what was moved for them."""
+    config, mesh, at = parts.config, parallel.mesh, parallel.at
+    facts, layers = [s.facts for s in samples], stage_layers(spec.moe_layers, mesh)
+    steps = plan_steps(facts, config, mesh, pass_flops(spec))
+    exchange = Exchange(mesh, parts.nodes, layers)
+    with parts.timer("exchange"):
+        moved = exchange.deliver(samples, dp_ranks(steps, len(samples)))
+    routing = routing_here(facts, layers, at.pp)
+    return build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing), moved
 
 
 def save(parts: Parts, step: int) -> None:
@@ -240,8 +236,8 @@ def _build(
     stack.callback(reporter.close)
     reporter.note(describe(ops, parallel.device))
     stop.where = "starting the source of samples"
-    exchange = _exchange(config, spec, parallel)
-    surroundings = Surroundings(config, rundir, job, parallel, exchange.nodes, actor, stop)
+    nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
+    surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop)
     source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
     controllers = Controllers.of(config.algo)
@@ -250,14 +246,9 @@ def _build(
         controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
-        *(PhaseTimer(), stop, controllers, exchange, ops),
+        *(PhaseTimer(), stop, controllers, nodes, ops),
     )
     return parts, step
-
-
-def _exchange(config: Config, spec: ModelSpec, parallel: Parallel) -> Exchange:
-    nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
-    return Exchange(parallel.mesh, nodes, stage_layers(spec.moe_layers, parallel.mesh))
 
 
 def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, TrainedModel]:

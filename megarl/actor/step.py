@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from torch.profiler import record_function
 
 from megarl.actor.attention_packed import packed_seq_params
 from megarl.actor.setup import Parallel
@@ -31,6 +32,9 @@ from megarl.algos.segments import Segments
 from megarl.data.packing import local_index
 from megarl.ops import logprob_entropy
 from megarl.types import Coefficients, LossInputs, PackedBatch, StepMetrics
+
+# Ranges that a profiler shows
+TO_DEVICE, LOGPROBS, LOSS = "megarl/to_device", "megarl/logprobs", "megarl/loss"
 
 # (row, positions of it that are here, the model's output or what follows from it) -> (loss, result)
 OnOutput = Callable[[PackedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -64,12 +68,14 @@ def run_schedule(
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, parallel.mesh.cp, parallel.at.cp)
         on = partial(local, index=index, device=parallel.device)
+        with record_function(TO_DEVICE):
+            tokens, positions = on(row.tokens)[None], on(row.positions)[None]
+            padding = on(~row.valid)[None] if balanced else None
+            packing = packed_seq_params(row.cu_seqlens.to(parallel.device))
         outputs = core(
-            on(row.tokens)[None],
-            on(row.positions)[None],
-            None,
-            packed_seq_params=packed_seq_params(row.cu_seqlens.to(parallel.device)),
-            padding_mask=on(~row.valid)[None] if balanced else None,
+            *(tokens, positions, None),
+            packed_seq_params=packing,
+            padding_mask=padding,
             **in_model_precision,
         )
 
@@ -102,14 +108,15 @@ def on_logprobs(
     def of_logits(
         row: PackedBatch, index: torch.Tensor, output: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        logprobs, entropy = logprob_entropy(
-            output.squeeze(0),  # not output[0], whose backward would copy the gradient
-            local(row.targets, index=index, device=parallel.device),
-            vocab_size=vocab_size,
-            temperature=temperature,
-            group=parallel.tp,
-            inplace_backward=True,  # the output layer keeps its input, nobody the logits
-        )
+        with record_function(LOGPROBS):
+            logprobs, entropy = logprob_entropy(
+                output.squeeze(0),  # not output[0], whose backward would copy the gradient
+                local(row.targets, index=index, device=parallel.device),
+                vocab_size=vocab_size,
+                temperature=temperature,
+                group=parallel.tp,
+                inplace_backward=True,  # the output layer keeps its input, nobody the logits
+            )
         return finish(row, index, logprobs, entropy)
 
     return of_logits
@@ -187,9 +194,11 @@ def policy_loss(
     def finish(
         row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, RowResult]:
-        inputs = loss_inputs(row, index, parallel.device, logprobs, entropy)
-        segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
-        found = objective(inputs, segments, coefficients)
+        with record_function(TO_DEVICE):
+            inputs = loss_inputs(row, index, parallel.device, logprobs, entropy)
+            segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
+        with record_function(LOSS):
+            found = objective(inputs, segments, coefficients)
         metrics = found.metrics if parallel.speaks_for_tokens else []
         result = RowResult(metrics, samples_at(row, index[found.dropped.cpu()]))
         return (found.loss * scale).float(), result
