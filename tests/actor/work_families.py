@@ -1,5 +1,6 @@
 """What workers do in ``test_families.py``: log-probs, and gradients of a weighted sum of them."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 
 from megarl.actor.actor import MegatronActor
 from megarl.actor.names import global_parameters, unwrap
+from megarl.actor.state import _model_state
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
 from tests.actor.work import by_sample, config_for, gradients, make_actor, plan_for
@@ -78,6 +80,19 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
         actor.reference = None
         trainee.steps(0, 1)
         return {**found, "after": trainee.weights()}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def checkpoint_keys(rank: int, hf: Path, layout: dict[str, int]) -> set[str]:
+    """Of weights, as a file has them; ``N`` for the number of a layer."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        tensors = _model_state(actor.model, actor.parallel)["chunk0"]
+        keys = {re.sub(r"layers\.\d+", "layers.N", t.key) for t in tensors.values()}
+        return {key for key in keys if not key.endswith("_extra_state")}
     finally:
         parallel_state.destroy_model_parallel()
 
