@@ -13,8 +13,8 @@ from megarl.actor.state import _model_state
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
 from tests.actor.work import by_sample, config_for, gradients, make_actor, plan_for
-from tests.actor.work_split import noise_of
 from tests.actor.work_state import ONE_STEP, Trainee
+from tests.helpers.families import token_weights
 
 
 def evaluate(
@@ -111,13 +111,14 @@ def _watch_layers_behind(actor: MegatronActor) -> None:
 
 
 def _weighted_sum(actor: MegatronActor, num_microbatches: int) -> Any:
-    """Weights are of order 1 and both signs, on every trained token."""
+    """Of log-probs times ``token_weights``, on every trained token."""
     scale = loss_scale(actor.parallel, num_microbatches)
 
     def finish(
         row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, RowResult]:
-        weight = row.spread(noise_of(row, 1.0)).float()
+        tokens = {i: row.tokens[start : start + n].tolist() for i, start, n in row.segments()}
+        weight = row.spread(lambda i: token_weights(tokens[i])).float()
         loss = (logprobs * local(weight, index=index, device=actor.parallel.device)).sum()
         return loss * scale, RowResult([], [])
 
