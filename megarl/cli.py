@@ -94,6 +94,7 @@ def config_check(
     """
     from megarl.config.files import read_hf_config
     from megarl.config.validate import validate
+    from megarl.installed import installed
     from megarl.models.spec import FAMILIES, REFUSED
 
     config = _load(arguments)
@@ -106,6 +107,7 @@ def config_check(
         supported_models=FAMILIES,
         refused_models=REFUSED,
         check_paths=paths,
+        packages=installed() if num_gpus is None else None,
     )
     if hf_config is not None:
         _check_model(config)
@@ -328,7 +330,7 @@ def _world_size(config: "Config") -> int:
 
 
 def _summary(config: "Config") -> str:
-    from megarl.config.validate import optimizer_steps
+    from megarl.config.training import optimizer_steps
 
     p, run, data = config.parallel, config.run, config.data
     per_step = {

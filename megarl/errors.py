@@ -53,3 +53,9 @@ class SyncError(MegarlError, RuntimeError):
 
 class RunError(MegarlError, RuntimeError):
     """The run cannot go on: a rank, a server or the disk failed; names the first cause."""
+
+
+class InstallError(MegarlError, ImportError):
+    """A package of this environment is broken, or is another of the same name; says what to
+    uninstall or install.
+    """

@@ -63,10 +63,11 @@ def make_plan(
     mesh: Mesh,
     dp_rank: int,
     flops: tuple[int, int] = (1, 0),
+    step: int = 0,
 ) -> TrainPlan:
     """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept
     whole. Without advantages and weights yet. ``flops``: the model's, of a token and of a pair of
-    tokens (``models/flops.py``).
+    tokens (``models/flops.py``). ``step``: the training step.
     """
     _check_steps(samples)
     samples = trained_samples(samples, config.algo)
@@ -97,7 +98,7 @@ def make_plan(
     if config.algo.old_logprobs == "rollout":
         for row in (row for rows in steps for row in rows):
             row.old_logprobs = row.rollout_logprobs
-    return TrainPlan(steps, tokens, [s.name for s in samples])
+    return TrainPlan(steps, tokens, [s.name for s in samples], step=step)
 
 
 def _check_steps(samples: Sequence[Sample]) -> None:

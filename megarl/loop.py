@@ -30,7 +30,7 @@ from megarl.algos.control import Controllers
 from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config
-from megarl.config.validate import optimizer_steps
+from megarl.config.training import optimizer_steps
 from megarl.errors import RunError
 from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
@@ -127,7 +127,7 @@ def train_step(parts: Parts, step: int) -> None:
             samples, metrics = parts.source.take(step)
         with timer("plan"):
             flops = pass_flops(parts.actor.spec)
-            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops)
+            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops, step)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:

@@ -11,6 +11,7 @@
     ops.json                  which ops ran compiled, and how often each was called
     samples/step_N.jsonl      samples for people
     rollouts/step_N.npz       all samples, for train_only runs
+    nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
     checkpoints/step_N/
     server_K.json             {"url", "pid", "host"} of a managed server
     server.key                its key, mode 0600
@@ -86,6 +87,10 @@ class RunDir:
     @property
     def rollouts(self) -> Path:
         return self.root / "rollouts"
+
+    @property
+    def nonfinite(self) -> Path:
+        return self.root / "nonfinite"
 
     @property
     def checkpoints(self) -> Path:

@@ -19,7 +19,8 @@ from megarl.config.files import read_hf_config
 from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.config.validate import validate
-from megarl.errors import ConfigError, MegarlError
+from megarl.errors import ConfigError, InstallError, MegarlError
+from megarl.installed import installed, require_sound
 from megarl.models.spec import FAMILIES, REFUSED
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
@@ -42,14 +43,14 @@ def job_from_environment() -> Job:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code: 0 done, 2 wrong configuration, 1 any other error, 128 + signal when stopped
-    before the end.
+    """The exit code: 0 done, 2 wrong configuration or installation, 1 any other error, 128 + signal
+    when stopped before the end.
     """
     job = job_from_environment()
     try:
         config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
         check(config, job)
-    except ConfigError as e:
+    except (ConfigError, InstallError) as e:
         if job.rank == 0:
             print(f"megarl: {e}", file=sys.stderr, flush=True)
         return 2
@@ -71,7 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(config: Config, job: Job) -> None:
-    """Raise ConfigError with every problem of this configuration in this job of like nodes."""
+    """Raise ConfigError with every problem of this configuration in this job of like nodes, and
+    InstallError for packages that would break Megatron.
+    """
+    require_sound()
     validate(
         config,
         world_size=job.world_size,
@@ -79,6 +83,7 @@ def check(config: Config, job: Job) -> None:
         hf_config=read_hf_config(config.model.hf),
         supported_models=FAMILIES.keys(),
         refused_models=REFUSED,
+        packages=installed(),
     )
 
 

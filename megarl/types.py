@@ -199,12 +199,13 @@ class TrainPlan:
 
     Every rank has the same number of microbatches in each step, each of one length on all ranks; a
     rank without data gets empty rows. ``trained_tokens``: of all ranks, of every optimizer step.
-    ``names``: of every sample, for errors."""
+    ``names``: of every sample, for errors. ``step``: the training step it is of."""
 
     steps: list[list[PackedBatch]]
     trained_tokens: list[int]
     names: list[str]
     coefficients: Coefficients = ONLY_POLICY
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 LAYERS = [
-    {"types", "protocols", "config", "errors", "rundir"},
+    {"types", "protocols", "config", "errors", "rundir", "installed"},
     {"ops", "mesh", "hostcomm"},
     {"algos", "models", "data"},
     {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megarl.actor.export import MegatronWeights
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
+from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
 from megarl.actor.setup import Parallel
 from megarl.actor.step import (
@@ -20,6 +21,7 @@ from megarl.actor.step import (
 from megarl.actor.trained import TrainedModel, in_training
 from megarl.algos.objective import Objective
 from megarl.config.schema import Config
+from megarl.data.kept_rows import Fault
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import ONLY_POLICY, Coefficients, PackedBatch, StepMetrics, TrainPlan
@@ -63,7 +65,7 @@ class MegatronActor(TrainedModel):
 
     def forward_backward(
         self, rows: list[PackedBatch], coefficients: Coefficients = ONLY_POLICY
-    ) -> tuple[StepMetrics, list[int]]:
+    ) -> tuple[StepMetrics, list[Fault]]:
         """``gradients`` of the objective."""
         loss = policy_loss(self.objective, coefficients, self.parallel, len(rows))
         return self.gradients(rows, self._of_logprobs(loss))
@@ -83,13 +85,12 @@ def build_actor(
     """Model, optimizer and schedule for ``config``. Initial weights are those of ``model.hf``
     unless a checkpoint is loaded afterwards (``actor/state.py``). Collective."""
     dtype = dtype_of(config.precision)
-    core = build_model(spec, parallel, dtype, config.train.moe_aux_loss_coef)
+    core = build_model(spec, parallel, dtype, transformer_options(config, spec))
     if config.model.load is None:
         load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel)
     return MegatronActor(
         parallel=parallel,
-        **in_training(core, dtype, config.optim, optimizer_steps),
-        on_nonfinite=config.train.on_nonfinite,
+        **in_training(core, dtype, config, optimizer_steps),
         spec=spec,
         objective=Objective.of(config.algo),
         temperature=config.rollout.temperature if config.run.mode != "sft" else 1.0,

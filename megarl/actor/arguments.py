@@ -1,5 +1,6 @@
 """Neutral dimensions and layout -> Megatron's TransformerConfig, field by field."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,16 +14,17 @@ from megarl.models.spec import ModelSpec
 
 
 def transformer_config(
-    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+    spec: ModelSpec, mesh: Mesh, dtype: torch.dtype, options: Mapping[str, Any]
 ) -> TransformerConfig:
     """Every field that decides what is computed is set in this file, from ``spec`` or for a reason
-    given here.
+    given here, or is one of the settings that ``options`` holds (``options.py``).
     """
     fields = {
         **_architecture(spec),
-        **_experts(spec, moe_aux_loss_coef),
+        **_experts(spec),
         **_layout(mesh),
         **_precision(dtype),
+        **options,
     }
     config: Any
     if spec.mla:
@@ -98,7 +100,7 @@ def _latent_attention(mla: Mla, yarn: Yarn | None) -> dict[str, Any]:
     }
 
 
-def _experts(spec: ModelSpec, moe_aux_loss_coef: float) -> dict[str, Any]:
+def _experts(spec: ModelSpec) -> dict[str, Any]:
     grouped = spec.router_topk_groups < spec.router_groups
     return {
         "num_moe_experts": spec.experts or None,
@@ -112,12 +114,8 @@ def _experts(spec: ModelSpec, moe_aux_loss_coef: float) -> dict[str, Any]:
         "moe_router_num_groups": spec.router_groups if grouped else None,
         "moe_router_group_topk": spec.router_topk_groups if grouped else None,
         "moe_router_enable_expert_bias": spec.expert_bias,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef else "none",
-        "moe_aux_loss_coeff": moe_aux_loss_coef,
         "moe_shared_expert_intermediate_size": spec.shared_ffn or None,
         "moe_shared_expert_gate": spec.shared_gate,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
@@ -149,7 +147,6 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
         "transformer_impl": "local",
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,  # needs apex's kernel with local linears
         "calculate_per_token_loss": False,  # step.py derives the loss scale for this setting
         "use_cpu_initialization": True,
         "perform_initialization": False,  # weights always come from a checkpoint

@@ -13,12 +13,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
+from megarl.actor.options import transformer_options
 from megarl.actor.setup import Parallel
-from megarl.actor.step import OnOutput, RowResult, local, loss_scale, samples_at, whole_row
+from megarl.actor.step import OnOutput, RowResult, local, loss_scale, whole_row
 from megarl.actor.trained import TrainedModel, in_training
 from megarl.algos.value import value_loss
 from megarl.config.algo import ValueSection
 from megarl.config.schema import Config
+from megarl.data.kept_rows import Fault
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import PackedBatch, StepMetrics, TrainPlan
@@ -75,7 +77,7 @@ class MegatronCritic(TrainedModel):
 
     def forward_backward(
         self, rows: list[PackedBatch], trained_tokens: int
-    ) -> tuple[StepMetrics, list[int]]:
+    ) -> tuple[StepMetrics, list[Fault]]:
         """``gradients`` of the value loss, a mean over ``trained_tokens``."""
         loss = _regression(self.section, 1.0 / trained_tokens, self.parallel, len(rows))
         return self.gradients(rows, loss)
@@ -110,7 +112,7 @@ def _regression(
         weights = torch.full_like(returns, weight)
         found = value_loss(section, values, old, returns, weights, mask & finite)
         metrics = found.metrics if parallel.speaks_for_tokens else []
-        result = RowResult(metrics, samples_at(row, index[(mask & ~finite).cpu()]))
+        result = RowResult.of(metrics, row, index, mask & ~finite, values)
         return (found.loss * scale).float(), result
 
     return finish
@@ -124,15 +126,15 @@ def build_critic(
     """
     dtype = dtype_of(config.precision)
     untied = replace(spec, tie_embeddings=False, mtp_layers=0)
-    core = build_model(untied, parallel, dtype, config.train.moe_aux_loss_coef)
+    core = build_model(untied, parallel, dtype, transformer_options(config, spec))
     if core[-1].post_process:
         core[-1].output_layer = ValueHead(core[-1].config, parallel)
     if config.model.load is None:
         load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel, but=HEAD)
     optim = config.optim.model_copy(update={"lr": config.critic.lr})
+    config = config.model_copy(update={"optim": optim})
     return MegatronCritic(
         parallel=parallel,
-        **in_training(core, dtype, optim, optimizer_steps),
-        on_nonfinite=config.train.on_nonfinite,
+        **in_training(core, dtype, config, optimizer_steps),
         section=config.algo.value or ValueSection(),
     )

@@ -35,8 +35,10 @@ from megarl.actor.router import Router
 from megarl.models.spec import ModelSpec
 
 
-def layer_spec(spec: ModelSpec, *, moe: bool) -> ModuleSpec:
-    """One transformer layer, with experts or without."""
+def layer_spec(spec: ModelSpec, *, moe: bool, grouped_gemm: bool = False) -> ModuleSpec:
+    """One transformer layer, with experts or without. ``grouped_gemm``: a rank's experts are one
+    module of Transformer Engine.
+    """
     attention, keys = _latent_attention(spec) if spec.mla else _attention(spec)
     if not moe:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
@@ -47,7 +49,7 @@ def layer_spec(spec: ModelSpec, *, moe: bool) -> ModuleSpec:
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts(spec) if moe else _dense_mlp(),
+            mlp=_experts(spec, grouped_gemm) if moe else _dense_mlp(),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=keys,
         ),
@@ -98,15 +100,25 @@ def _dense_mlp() -> Any:
     return get_mlp_module_spec_for_backend(LocalSpecProvider())
 
 
-def _experts(spec: ModelSpec) -> Any:
-    """Experts one by one, with the shared ones if the configuration has them."""
+def _experts(spec: ModelSpec, grouped_gemm: bool) -> Any:
+    """Routed experts, with the shared ones if the configuration has them."""
     upstream: Any = get_mlp_module_spec_for_backend(
         LocalSpecProvider(), num_experts=spec.experts, moe_grouped_gemm=False
     )
-    one = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
     submodules = dataclasses.replace(
         upstream.keywords["submodules"],
         router=Router,
-        experts=partial(SequentialMLP, submodules=one),
+        experts=_grouped_experts() if grouped_gemm else _experts_one_by_one(),
     )
     return partial(MoELayer, submodules=submodules)
+
+
+def _experts_one_by_one() -> Any:
+    one = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
+    return partial(SequentialMLP, submodules=one)
+
+
+def _grouped_experts() -> Any:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider().grouped_mlp_modules(True)

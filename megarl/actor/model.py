@@ -1,5 +1,6 @@
 """ModelSpec + layout -> Megatron's GPTModels on this rank, one for each chunk of its stage."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megarl.actor.arguments import transformer_config
 from megarl.actor.attention_packed import RMSNorm
 from megarl.actor.layers import layer_spec
 from megarl.actor.mtp import attach_mtp
+from megarl.actor.options import plain_options
 from megarl.actor.rotary import PackedRotaryEmbedding
 from megarl.actor.setup import Parallel
 from megarl.config.schema import PrecisionSection
@@ -36,12 +38,17 @@ def dtype_of(settings: PrecisionSection) -> torch.dtype:
 
 
 def build_model(
-    spec: ModelSpec, parallel: Parallel, dtype: torch.dtype, moe_aux_loss_coef: float = 0.0
+    spec: ModelSpec,
+    parallel: Parallel,
+    dtype: torch.dtype,
+    options: Mapping[str, Any] | None = None,
 ) -> list[GPTModel]:
     """This rank's part of the model, chunk by chunk, weights uninitialised. Local layer spec with
-    our attention (no TE). The chunks share one configuration.
+    our attention. The chunks share one configuration. ``options``: of ``transformer_options``;
+    None: of a model that is not trained.
     """
-    config = transformer_config(spec, parallel.mesh, dtype, moe_aux_loss_coef)
+    options = plain_options() if options is None else options
+    config = transformer_config(spec, parallel.mesh, dtype, options)
     return [_build_chunk(config, spec, parallel, k) for k in range(parallel.mesh.vpp)]
 
 
@@ -51,7 +58,10 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
     model = GPTModel(
         config,
         TransformerBlockSubmodules(
-            layer_specs=[layer_spec(spec, moe=moe) for moe in mine], layer_norm=RMSNorm
+            layer_specs=[
+                layer_spec(spec, moe=moe, grouped_gemm=config.moe_grouped_gemm) for moe in mine
+            ],
+            layer_norm=RMSNorm,
         ),
         vocab_size=padded_vocab(spec),
         max_sequence_length=spec.max_positions,
@@ -70,15 +80,14 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
 
 
 def wrap_ddp(
-    model: list[GPTModel], dtype: torch.dtype, *, distributed_optimizer: bool
+    model: list[GPTModel], dtype: torch.dtype, options: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Every chunk with gradient buffers in fp32, averaged over dp * cp (``step.py`` scales the loss
-    to match).
+    """Every chunk with gradient buffers, averaged over dp * cp (``step.py`` scales the loss to
+    match). ``options``: of ``ddp_options``.
     """
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed_optimizer,
         check_for_nan_in_grad=False,  # the optimizer step refuses a non-finite norm and names it
+        **options,
     )
     wrapped: list[Any] = [
         Float16Module(chunk.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in model

@@ -1,56 +1,43 @@
-"""Megarl's optimizer settings -> Megatron's optimizer and learning-rate schedule."""
+"""Megatron's optimizer and the schedules of learning rate and weight decay."""
 
+import logging
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.config.schema import OptimSection
+from megarl.actor.options import optimizer_options, schedule_options
+from megarl.config.schema import Config, OptimSection
+
+log = logging.getLogger(__name__)
 
 
-def build_optimizer(
-    settings: OptimSection, dtype: torch.dtype, models: list[torch.nn.Module]
-) -> Any:
-    """AdamW with fp32 main parameters; fused where TE or apex is installed, torch's elsewhere."""
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.lr * settings.min_lr_ratio,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            adam_eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            clip_grad=settings.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=settings.distributed,
-        ),
-        models,
-    )
+def build_optimizer(config: Config, dtype: torch.dtype, models: list[torch.nn.Module]) -> Any:
+    """With fp32 main parameters unless the configuration says otherwise. Rank 0 logs what updates
+    them.
+    """
+    settings = OptimizerConfig(**optimizer_options(config, dtype))
+    optimizer = get_megatron_optimizer(settings, models)
+    if torch.distributed.get_rank() == 0:
+        log.info("optimizer: %s", ", ".join(implementations(optimizer)))
+    return optimizer
+
+
+def implementations(optimizer: Any) -> list[str]:
+    """The classes that update parameters, such as ``torch.optim.adamw.AdamW``."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    kinds = (type(part.optimizer) for part in parts if part.optimizer is not None)
+    return list(dict.fromkeys(f"{kind.__module__}.{kind.__name__}" for kind in kinds))
 
 
 def build_schedule(
-    settings: OptimSection, optimizer: Any, total_steps: int
+    optim: OptimSection, optimizer: Any, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Warm-up from 0, constant, and a linear fall over the last ``decay_fraction`` of
-    ``total_steps``.
-    """
+    """Learning rate and weight decay by optimizer step, of ``total_steps``."""
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(total_steps, settings.warmup_steps + 1),
-        lr_decay_style="WSD",
-        wsd_decay_steps=round(settings.decay_fraction * total_steps),
-        lr_wsd_decay_style="linear",
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=total_steps,
-        wd_incr_style="constant",
+        **schedule_options(optim, total_steps),
         # a checkpoint brings the position; the shape is this run's configuration, whose steps may
         # be more now
         use_checkpoint_opt_param_scheduler=False,

@@ -51,6 +51,7 @@ def load_model(
 
 def save_trained(trained: TrainedModel, path: Path) -> None:
     """Model, optimizer and learning-rate schedule. Collective."""
+    _create_moments(trained.optimizer)  # of a run whose optimizer steps were all left out so far
     _save(_trained_state(trained, loading=False), trained.parallel, path)
 
 
@@ -128,7 +129,8 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
 
 def _create_moments(optimizer: Any) -> None:
     """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading
-    expects them, but creates them itself only for the fused optimizers of TE and apex."""
+    expects them, also in the file, but creates them itself only for the fused optimizers of TE and
+    apex."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part.optimizer
         if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
@@ -167,6 +169,8 @@ def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
         part = part.get(
             "optimizer", part
         )  # the distributed optimizer nests, the plain one does not
+        for moments in filter(None, part.get("state", {}).values()):
+            moments.setdefault("step", torch.tensor(0.0))  # upstream leaves out a step of 0
         saved = part["param_groups"]
         part["param_groups"] = [
             {**_same_kind(saved, group), "is_expert_parallel": group.get("is_expert_parallel")}

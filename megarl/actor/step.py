@@ -26,6 +26,7 @@ from megatron.core.utils import get_model_config
 
 from megarl.actor.attention_packed import packed_seq_params
 from megarl.actor.names import unwrap
+from megarl.actor.options import counts_padding_out
 from megarl.actor.setup import Parallel
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
@@ -54,7 +55,7 @@ def run_schedule(
     row. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
     config: Any = get_model_config(model[0])
-    balanced = config.moe_aux_loss_coeff > 0 or config.moe_router_enable_expert_bias
+    balanced = counts_padding_out(config)
     # Megatron's wrapper for bf16 would copy the logits to fp32; losses convert what they need.
     in_model_precision = {"fp32_output": False} if config.bf16 else {}
 
@@ -169,10 +170,32 @@ def whole_row(
 
 @dataclass(frozen=True)
 class RowResult:
-    """Of one row: metrics, and the samples with trained tokens that were not finite."""
+    """Of one row: metrics; ``bad``, trained tokens that were not finite, and ``output``, what the
+    model said of each, both [T] of the whole row and None where all were finite.
+    """
 
     metrics: StepMetrics
-    nonfinite: list[int]
+    bad: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        metrics: StepMetrics,
+        row: PackedBatch,
+        index: torch.Tensor,
+        bad: torch.Tensor,
+        output: torch.Tensor,
+    ) -> "RowResult":
+        """``bad``, ``output``: at the row's positions ``index``."""
+        found = bad.cpu()
+        if not found.any():
+            return cls(metrics)
+        everywhere = torch.zeros(len(row.tokens), dtype=torch.bool)
+        everywhere[index] = found
+        numbers = torch.full((len(row.tokens),), torch.nan)
+        numbers[index] = output.detach().float().cpu()
+        return cls(metrics, everywhere, numbers)
 
 
 def loss_scale(parallel: Parallel, num_microbatches: int) -> int:
@@ -202,7 +225,7 @@ def policy_loss(
         segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
         found = objective(inputs, segments, coefficients)
         metrics = found.metrics if parallel.speaks_for_tokens else []
-        result = RowResult(metrics, samples_at(row, index[found.dropped.cpu()]))
+        result = RowResult.of(metrics, row, index, found.dropped, logprobs)
         return (found.loss * scale).float(), result
 
     return finish

@@ -5,6 +5,7 @@ learning-rate schedule, and the rule for numbers that are not finite.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,17 +15,20 @@ from megatron.core.utils import get_model_config
 from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
+from megarl.actor.options import ddp_options, freeze_routers
 from megarl.actor.setup import Parallel
-from megarl.actor.step import OnOutput, run_schedule
-from megarl.config.schema import OptimSection
+from megarl.actor.step import OnOutput, run_schedule, samples_at
+from megarl.config.schema import Config
+from megarl.data.kept_rows import Fault, kept_rows, write_rows
 from megarl.hostcomm import gather_and_share
+from megarl.rundir import RunDir
 from megarl.types import Max, Metric, PackedBatch, StepMetrics, Sum, TrainPlan
 
 log = logging.getLogger(__name__)
 
-# (rows of an optimizer step, trained tokens of all ranks in it) -> (metrics, samples of this rank
-# with numbers that are not finite), with the gradients ready
-ForwardBackward = Callable[[list[PackedBatch], int], tuple[StepMetrics, list[int]]]
+# (rows of an optimizer step, trained tokens of all ranks in it) -> (metrics, rows of this rank with
+# numbers that are not finite), with the gradients ready
+ForwardBackward = Callable[[list[PackedBatch], int], tuple[StepMetrics, list[Fault]]]
 
 
 @dataclass
@@ -36,6 +40,7 @@ class TrainedModel:
     optimizer: Any
     schedule: Any
     on_nonfinite: str
+    keep_in: Path  # where rows with numbers that are not finite are kept
 
     area: ClassVar[str]  # of its metrics
     whose: ClassVar[str]  # in messages
@@ -47,9 +52,9 @@ class TrainedModel:
         with torch.no_grad():
             run_schedule(self.model, rows, self.parallel, forward_only=True, finish=finish)
 
-    def gradients(self, rows: list[PackedBatch], loss: OnOutput) -> tuple[StepMetrics, list[int]]:
+    def gradients(self, rows: list[PackedBatch], loss: OnOutput) -> tuple[StepMetrics, list[Fault]]:
         """Gradients of the plain weighted sum over all ranks and rows (``step.py``), reduced and
-        ready. (Metrics, samples with numbers that are not finite on this rank.)
+        ready. (Metrics, rows with numbers that are not finite on this rank.)
         """
         for chunk in self.model:
             chunk.train()
@@ -59,19 +64,24 @@ class TrainedModel:
         found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
         return (
             [metric for result in found for metric in result.metrics],
-            [sample for result in found for sample in result.nonfinite],
+            [
+                Fault(r, samples_at(rows[r], result.bad.nonzero()[:, 0]), result.bad, result.output)
+                for r, result in enumerate(found)
+                if result.bad is not None
+            ],
         )
 
     def take_steps(self, plan: TrainPlan, forward_backward: ForwardBackward) -> StepMetrics:
         """Every optimizer step of the plan; one without a trained token is left out."""
         metrics: StepMetrics = []
-        for rows, tokens in zip(plan.steps, plan.trained_tokens, strict=True):
+        for index, (rows, tokens) in enumerate(zip(plan.steps, plan.trained_tokens, strict=True)):
             skipped = True
             if tokens:
-                found, nonfinite = forward_backward(rows, tokens)
+                found, faults = forward_backward(rows, tokens)
                 metrics += found
-                skipped = self._must_skip(nonfinite, plan.names)
+                skipped = self._must_skip(plan, index, faults)
             metrics += self.update(skip=skipped)
+        self.gather_parameters()
         return metrics
 
     def update(self, *, skip: bool = False) -> StepMetrics:
@@ -85,20 +95,36 @@ class TrainedModel:
             rate = get_model_config(self.model[0]).moe_router_bias_update_rate
             move_expert_bias(self.model, rate, self.parallel.stage)
             metrics += [Metric(f"{self.area}/grad_norm", Max(float(grad_norm)))]
-        return [*metrics, Metric(f"{self.area}/lr", Max(lr))]
+        decay = float(self.schedule.get_wd())
+        return [
+            *metrics,
+            Metric(f"{self.area}/lr", Max(lr)),
+            Metric(f"{self.area}/weight_decay", Max(decay)),
+        ]
 
-    def _must_skip(self, nonfinite: list[int], names: list[str]) -> bool:
+    def gather_parameters(self) -> None:
+        """Where the next training pass would gather them: forward passes before it and exports
+        need them now.
+        """
+        with torch.no_grad():
+            for chunk in self.model:
+                if chunk.ddp_config.overlap_param_gather:
+                    chunk.start_param_sync(force_sync=True)
+
+    def _must_skip(self, plan: TrainPlan, index: int, faults: list[Fault]) -> bool:
         """Whether this optimizer step is not to be taken: the same answer on every rank.
 
-        Raises FloatingPointError where ``train.on_nonfinite`` says so.
+        Raises FloatingPointError where ``train.on_nonfinite`` says so. The rows are kept either
+        way.
         """
         bad_gradient = not all(
             bool(torch.isfinite(buffer.grad_data).all())
             for chunk in self.model
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )
-        reports = gather_and_share([nonfinite, bad_gradient], self.parallel.host)
-        samples = sorted({names[i] for indices, _ in reports for i in indices})
+        mine = sorted({i for fault in faults for i in fault.samples})
+        reports = gather_and_share([mine, bad_gradient], self.parallel.host)
+        samples = sorted({plan.names[i] for indices, _ in reports for i in indices})
         gradient = any(bad for _, bad in reports)
         if not samples and not gradient:
             return False
@@ -108,23 +134,48 @@ class TrainedModel:
             found += f" at trained tokens of the samples {', '.join(samples[:5])}{more}"
         if gradient:
             found += " in the gradient" if not samples else ", and in the gradient"
+        if self.parallel.speaks_for_tokens and (faults or not samples):
+            self._keep(plan, index, faults, found)
         if self.on_nonfinite == "raise" or (self.on_nonfinite == "drop" and gradient):
             raise FloatingPointError(
                 f"{found}; train.on_nonfinite={self.on_nonfinite} "
-                "(skip leaves such optimizer steps out)"
+                f"(skip leaves such optimizer steps out); rows kept in {self.keep_in}"
             )
         if self.parallel.rank == 0:
             what = "left out" if self.on_nonfinite == "drop" else "optimizer step skipped"
             log.error("%s: %s (train.on_nonfinite=%s)", found, what, self.on_nonfinite)
         return self.on_nonfinite == "skip"
 
+    def _keep(self, plan: TrainPlan, index: int, faults: list[Fault], found: str) -> None:
+        """Ranks that found something keep their rows; of a gradient nobody knows whose row it was.
+        A disk that is full or gone must not hide what was found.
+        """
+        about = {"whose": self.whose, "step": plan.step, "index": index, "found": found}
+        kept = kept_rows(plan.steps[index], faults, plan.names, rank=self.parallel.rank, **about)
+        try:
+            log.error("%s: rows kept in %s", found, write_rows(self.keep_in, kept))
+        except OSError as e:
+            log.error("%s: rows could not be kept in %s: %s", found, self.keep_in, e)
+
 
 def in_training(
-    core: list[Any], dtype: torch.dtype, settings: OptimSection, optimizer_steps: int
+    core: list[Any], dtype: torch.dtype, config: Config, optimizer_steps: int
 ) -> dict[str, Any]:
     """The chunks in DDP, their optimizer and its schedule, by the names of ``TrainedModel``."""
-    model = wrap_ddp(core, dtype, distributed_optimizer=settings.distributed)
-    optimizer = build_optimizer(settings, dtype, model)
-    core[0].config.finalize_model_grads_func = finalize_model_grads
-    schedule = build_schedule(settings, optimizer, optimizer_steps)
-    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+    if config.moe.freeze_router:
+        freeze_routers(core)
+    model = wrap_ddp(core, dtype, ddp_options(config))
+    optimizer = build_optimizer(config, dtype, model)
+    megatron = core[0].config
+    megatron.finalize_model_grads_func = finalize_model_grads
+    if config.overlap.grad_reduce:  # only in the last backward pass of an optimizer step
+        contexts = [chunk.no_sync for chunk in model]
+        megatron.no_sync_func = contexts if len(model) > 1 else contexts[0]
+    schedule = build_schedule(config.optim, optimizer, optimizer_steps)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "on_nonfinite": config.train.on_nonfinite,
+        "keep_in": RunDir(config.run.dir).nonfinite,
+    }

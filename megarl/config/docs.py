@@ -19,8 +19,8 @@ A run is described by YAML files, merged left to right, and `key=value` override
 
 * A file may begin with `include: [other.yaml, ...]`, relative to itself; those come before it.
 * Naming another `algo.policy.name` drops the policy settings before it; so it is with every choice
-  that has a `name`. A file with an `algo.policy.name` is a whole algorithm: what earlier files set
-  under `algo` is dropped. Settings of your own go behind it.
+  whose `name` decides what else there is to set. A file with an `algo.policy.name` is a whole
+  algorithm: what earlier files set under `algo` is dropped. Settings of your own go behind it.
 * `${section.key}` repeats another setting, `${oc.env:NAME}` an environment variable.
 * An unknown key, a wrong type, a contradiction and a setting that would have no effect are errors.
   All of them are reported at once, before anything is started.

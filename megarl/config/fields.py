@@ -164,6 +164,8 @@ def _describe(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return ", or ".join(_describe(x, metadata) for x in get_args(kind))
     if origin is tuple:
         items = get_args(kind)
+        if get_origin(items[0]) is Literal:
+            return f"a list of any of {', '.join(map(str, get_args(items[0])))}"
         count = "" if items[-1] is ... else f"{len(items)} "
         return f"a list of {count}{_PLURAL[items[0]]}"
     if kind is type(None):

@@ -34,6 +34,7 @@ class Dims:
     moe_ffn: int
     experts: int
     whole_experts: bool  # tensor parallelism cannot split an expert
+    latent: bool = False  # attention through a latent (MLA)
 
     @staticmethod
     def of(hf: Mapping[str, Any]) -> "Dims":
@@ -54,6 +55,7 @@ class Dims:
             moe_ffn=moe_ffn,
             experts=experts,
             whole_experts=hf.get("model_type") in _WHOLE_EXPERTS,
+            latent=latent,
         )
 
 

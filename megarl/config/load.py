@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -267,7 +267,8 @@ def _given(config: BaseModel) -> Tree:
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
         # A union member's name tells it from the others: keep it even where it is a default.
-        if name not in config.model_fields_set and name != "name":
+        tag = name == "name" and len(get_args(info.annotation)) == 1
+        if name not in config.model_fields_set and not tag:
             continue
         if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
             out[name] = [_given(item) for item in value]
@@ -333,17 +334,24 @@ def _is_an_architecture(data: Tree) -> bool:
     return isinstance(config, dict) and "model_type" in config
 
 
-def _without_replaced(data: Tree, layer: Tree) -> Tree:
+def _without_replaced(data: Tree, layer: Tree, prefix: str = "") -> Tree:
     """``data`` without the choices of which ``layer`` names another."""
     kept = {}
     for key, value in data.items():
         new = layer.get(key)
         if isinstance(value, dict) and isinstance(new, dict):
-            if isinstance(new.get("name"), str) and value.get("name") not in (None, new["name"]):
+            name = new.get("name")
+            other = isinstance(name, str) and value.get("name") not in (None, name)
+            if other and _is_choice(f"{prefix}{key}"):
                 continue
-            value = _without_replaced(value, new)
+            value = _without_replaced(value, new, f"{prefix}{key}.")
         kept[key] = value
     return kept
+
+
+def _is_choice(key: str) -> bool:
+    """Whether the section's name decides what else it holds."""
+    return any(s.key == f"{key}.name" and s.member is not None for s in fields.settings())
 
 
 def show(value: Any) -> str:

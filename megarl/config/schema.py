@@ -11,6 +11,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.config.algo import AlgoSection
+from megarl.config.megatron import (
+    CpuOffloadSection,
+    MoeSection,
+    MuonSection,
+    OverlapSection,
+    PrecisionAwareSection,
+    RecomputeSection,
+    ScheduleSection,
+)
 from megarl.config.section import Above0, NonNegative, Positive, Seconds, Section
 
 
@@ -78,8 +87,10 @@ class ParallelSection(Section):
 
 class PrecisionSection(Section):
     dtype: Literal["fp32", "bf16"] = "bf16"
-    """Of parameters and activations. Main parameters, gradients, log-probs and losses are fp32
-    either way.
+    """Of parameters and activations. Main parameters, log-probs and losses are fp32 either way."""
+    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of gradients, as they are accumulated over microbatches and reduced over ranks. bf16: half
+    the memory and traffic, and sums of many rows lose bits.
     """
 
 
@@ -93,12 +104,21 @@ class OptimSection(Section):
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up from 0."""
     decay_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the run, at its end, over which the learning rate falls linearly to ``min_lr_ratio *
-    lr``.
+    """schedule.lr: wsd: share of the run, at its end, over which the learning rate falls to
+    ``min_lr_ratio * lr``.
     """
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    schedule: ScheduleSection = ScheduleSection()
     distributed: bool = True
     """Megatron's distributed optimizer: states split over the data-parallel ranks."""
+    name: Literal["adam", "muon"] = "adam"
+    """adam: AdamW, by Transformer Engine, NVIDIA's apex or torch, the first that is installed.
+    muon: orthogonalised momentum for the matrices of linear layers, AdamW for the rest; needs the
+    package emerging-optimizers and distributed: false.
+    """
+    muon: MuonSection = MuonSection()
+    precision_aware: PrecisionAwareSection | None = None
+    cpu_offload: CpuOffloadSection | None = None
 
 
 class CriticSection(Section):
@@ -209,14 +229,15 @@ class TrainSection(Section):
     has the shortest of the lengths that holds its rows, the same on all ranks. With parallel.pp
     above 1 it must be 1: pipeline stages exchange activations of one size.
     """
-    moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends
-    on how samples are packed and split; 0, the default, leaves it out. docs/objectives.md.
+    gradient_accumulation_fusion: Literal["auto", "always", "never"] = "auto"
+    """Weight gradients are added to the accumulated ones by the matrix product itself: apex's
+    kernel fused_weight_gradient_mlp_cuda. auto: where it is installed.
     """
     on_nonfinite: Literal["skip", "drop", "raise"] = "skip"
     """A NaN or infinity among a trained token's numbers, or in the gradient norm. skip: no
     optimizer step, said in the log and counted. drop: the token (for sequence objectives the
-    sequence) is left out. raise: the run ends with an error.
+    sequence) is left out. raise: the run ends with an error. Either way the rows are kept under
+    nonfinite/ in the run directory (docs/nonfinite.md).
     """
 
 
@@ -253,6 +274,9 @@ class Config(Section):
     rollout: RolloutSection = RolloutSection()
     sync: SyncSection = SyncSection()
     train: TrainSection = TrainSection()
+    recompute: RecomputeSection = RecomputeSection()
+    overlap: OverlapSection = OverlapSection()
+    moe: MoeSection = MoeSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     monitor: MonitorSection = MonitorSection()

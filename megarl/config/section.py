@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
 Seconds = Above0
 Share = Annotated[float, Field(gt=0, lt=1)]
 Interval = tuple[float, float]

@@ -124,15 +124,84 @@ RULES = (
         "leave it out, or set eval.every",
     ),
     Rule(
-        lambda c, _: c.optim.decay_fraction == 0,
+        lambda c, _: c.optim.schedule.lr != "wsd",
+        ("optim.decay_fraction", "optim.schedule.wsd_decay"),
+        "it is of optim.schedule.lr=wsd",
+    ),
+    Rule(
+        lambda c, _: c.optim.schedule.lr == "constant",
         ("optim.min_lr_ratio",),
+        "optim.schedule.lr=constant: the learning rate does not fall",
+    ),
+    Rule(
+        lambda c, _: c.optim.schedule.lr == "wsd" and c.optim.decay_fraction == 0,
+        ("optim.min_lr_ratio", "optim.schedule.wsd_decay"),
         "optim.decay_fraction=0: the learning rate does not fall",
         "leave it out, or set optim.decay_fraction",
     ),
     Rule(
+        lambda c, _: c.optim.schedule.weight_decay == "constant",
+        ("optim.schedule.end_weight_decay",),
+        "optim.schedule.weight_decay=constant",
+        "leave it out, or optim.schedule.weight_decay=linear",
+    ),
+    Rule(
+        lambda c, _: c.optim.name != "muon",
+        ("optim.muon.*",),
+        "optim.name=adam",
+        "leave it out, or optim.name=muon",
+    ),
+    Rule(
+        lambda c, _: c.precision.dtype == "fp32",
+        ("precision.grad_reduce_dtype",),
+        "precision.dtype=fp32: gradients have the parameters' precision",
+        "leave it out, or precision.dtype=bf16",
+    ),
+    Rule(
+        lambda c, _: c.recompute.granularity != "selective",
+        ("recompute.modules",),
+        "it is of recompute.granularity=selective",
+    ),
+    Rule(
+        lambda c, _: c.recompute.granularity != "full",
+        ("recompute.method", "recompute.num_layers"),
+        "it is of recompute.granularity=full",
+    ),
+    Rule(
+        lambda c, _: c.parallel.dp * c.parallel.cp == 1,
+        ("overlap.grad_reduce", "overlap.param_gather"),
+        "dp * cp = 1: there is no other rank to reduce over or gather from",
+    ),
+    Rule(
+        lambda c, _: not c.optim.distributed,
+        ("overlap.param_gather",),
+        "optim.distributed=false: every rank has all parameters",
+    ),
+    Rule(
+        lambda c, _: c.algo.minibatches == 1,
+        ("overlap.param_gather",),
+        "algo.minibatches=1: parameters are needed at once after the only update of a step",
+    ),
+    Rule(
         lambda _, experts: experts == 0,
-        ("parallel.etp", "train.moe_aux_loss_coef"),
+        ("parallel.etp", "moe.*", "overlap.moe_shared_expert"),
         "the model has no experts",
+    ),
+    Rule(
+        lambda c, _: c.moe.token_dispatcher != "flex",
+        ("moe.flex_backend",),
+        "it is of moe.token_dispatcher=flex",
+    ),
+    Rule(
+        lambda c, _: c.moe.aux_loss_coeff == 0,
+        ("moe.load_balancing",),
+        "moe.aux_loss_coeff=0: there is no balancing loss",
+        "leave it out, or set moe.aux_loss_coeff",
+    ),
+    Rule(
+        lambda c, _: c.moe.freeze_router,
+        ("moe.router_bias_update_rate",),
+        "moe.freeze_router=true: the router's bias does not move",
     ),
 )
 

@@ -2,8 +2,8 @@
 
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
 ``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
-``files.py`` (paths), ``unused.py`` (no effect), and here batches, schedules, modes, servers and
-devices.
+``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``hardware.py`` (GPUs and
+packages), ``unused.py`` (no effect), and here batches, modes, servers and devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -13,11 +13,14 @@ from urllib.parse import urlsplit
 from megarl.config.algorithm import algorithm_problems
 from megarl.config.fields import field_of, members
 from megarl.config.files import file_problems
+from megarl.config.hardware import hardware_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
 from megarl.config.schema import Config
+from megarl.config.training import training_problems
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
+from megarl.installed import Installed
 
 _SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size")
 _WITHOUT_GROUP = ("reinforce_pp", "gae")  # advantages of a sample by itself
@@ -33,6 +36,7 @@ def validate(
     supported_models: Collection[str] | None = None,
     refused_models: Mapping[str, str] | None = None,
     check_paths: bool = True,
+    packages: Installed | None = None,
 ) -> None:
     """Raise ConfigError with everything that is wrong; return None if nothing is.
 
@@ -40,7 +44,9 @@ def validate(
     ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
     ``refused_models``: others that are known, and why they cannot.
+    ``packages``: what this machine has installed (``installed.py``), None: not checked.
     """
+    dims = None if hf_config is None else Dims.of(hf_config)
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config),
@@ -48,20 +54,16 @@ def validate(
         *algorithm_problems(config),
         *_batch(config),
         *_rows(config),
-        *_schedule(config),
+        *training_problems(config, dims),
         *length_problems(config, hf_config),
         *_servers(config),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
-        *unused_settings(config, None if hf_config is None else Dims.of(hf_config).experts),
+        *(() if packages is None else hardware_problems(config, num_gpus, packages)),
+        *unused_settings(config, None if dims is None else dims.experts),
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def optimizer_steps(config: Config) -> int:
-    """Optimizer steps of the whole run: the learning-rate schedule's clock."""
-    return config.run.steps * config.algo.minibatches
 
 
 def _mode(config: Config) -> Iterator[Problem]:
@@ -130,18 +132,6 @@ def _rows(config: Config) -> Iterator[Problem]:
     if buckets > 1 and pp > 1:
         found = f"{buckets} with parallel.pp={pp}"
         yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
-
-
-def _schedule(config: Config) -> Iterator[Problem]:
-    optim, total = config.optim, optimizer_steps(config)
-    for i, beta in enumerate(optim.betas):
-        if not 0 <= beta < 1:
-            yield Problem(f"optim.betas[{i}]", str(beta), "a number >= 0 and < 1")
-    decay = round(optim.decay_fraction * total)
-    if optim.warmup_steps >= total or optim.warmup_steps + decay > total:
-        falling = f", the last {decay} of which fall (optim.decay_fraction)" if decay else ""
-        accepted = f"less than the run's {total} optimizer steps{falling}"
-        yield Problem("optim.warmup_steps", str(optim.warmup_steps), accepted)
 
 
 def _servers(config: Config) -> Iterator[Problem]:

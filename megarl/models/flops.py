@@ -9,6 +9,8 @@ A matrix product of [n, a] and [a, b] counts 2 n a b. The forward pass of a sequ
                     head_dim for the score and one of value_dim for the value in every head and
                     layer, so that pair = 2 * layers * heads * (head_dim + value_dim)
 
+A layer with a sliding window of w tokens counts as if each token attended to w, and is part of
+``per_token``: what it spares at a sequence's beginning is less than w**2 / 2 of its pairs.
 Latent attention is counted as training computes it, with keys and values projected up to all heads.
 Norms, softmax and the embedding are left out, and layers for multi-token prediction, which are not
 computed; a backward pass is twice a forward pass in both terms and changes nothing of their ratio.
@@ -21,8 +23,16 @@ def pass_flops(spec: ModelSpec) -> tuple[int, int]:
     """(linear, quadratic): a sequence of n tokens costs ``linear * n + quadratic * n**2``, in units
     of half a pair's FLOPs, which keeps sums over many long sequences small.
     """
-    pair = 2 * spec.layers * spec.heads * (spec.head_dim + _value_dim(spec))
-    return round((_per_token(spec) + pair / 2) / (pair / 2)), 1
+    windows = spec.windows or (0,) * spec.layers
+    pair = _layer_pair(spec) * windows.count(0)
+    per_token = _per_token(spec) + _layer_pair(spec) * sum(windows)
+    if not pair:  # no layer sees all of a sequence
+        return 1, 0
+    return round((per_token + pair / 2) / (pair / 2)), 1
+
+
+def _layer_pair(spec: ModelSpec) -> int:
+    return 2 * spec.heads * (spec.head_dim + _value_dim(spec))
 
 
 def _value_dim(spec: ModelSpec) -> int:

@@ -4,15 +4,21 @@ Megatron-core, Transformer Engine and apex are looked at on disk, not imported: 
 breaks its importer, and finding that out is the point.
 """
 
-import importlib.util
 import os
 import platform
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Literal
+
+from megarl.installed import (
+    apex_fault,
+    muon_fault,
+    package_folder,
+    transformer_engine_fault,
+    version,
+)
 
 State = Literal["ok", "note", "bad"]
 
@@ -33,8 +39,9 @@ def examine() -> list[Finding]:
         _native(),
         _package("megatron-core", required="0.19.2"),
         _package("triton"),  # megatron-core imports it, with and without a GPU
-        transformer_engine(_version("transformer-engine"), _version("transformer-engine-torch")),
-        apex(_package_folder("apex")),
+        transformer_engine(version("transformer-engine"), version("transformer-engine-torch")),
+        apex(package_folder("apex")),
+        muon(version("emerging-optimizers")),
         _package("transformers", required="5.19.0"),
         _sglang(),
         *_machine(),
@@ -42,25 +49,26 @@ def examine() -> list[Finding]:
 
 
 def apex(folder: Path | None) -> Finding:
-    """NVIDIA's apex holds optimizers/; the project of that name on PyPI is a web toolkit."""
     if folder is None:
         return Finding("apex", "ok", "not installed (not needed)")
-    if (folder / "optimizers").is_dir():
-        return Finding("apex", "ok", f"NVIDIA's, {folder}")
-    detail = f"{folder} is PyPI's apex, another project: megatron-core takes it for NVIDIA's. "
-    return Finding("apex", "bad", detail + "Run: pip uninstall apex")
+    fault = apex_fault(folder)
+    return Finding("apex", "bad" if fault else "ok", fault or f"NVIDIA's, {folder}")
 
 
-def transformer_engine(version: str | None, torch_part: str | None) -> Finding:
-    """Half of it (the core without its torch part) makes ``import megatron.core`` fail."""
+def transformer_engine(core: str | None, torch_part: str | None) -> Finding:
     name = "transformer-engine"
-    if version is None:
+    if core is None:
         return Finding(name, "note", "not installed: no FP8, no fused kernels")
-    if torch_part is None:
-        detail = f"{version} without transformer-engine-torch: megatron-core cannot be imported. "
-        detail += "Install transformer-engine[pytorch], or uninstall it"
-        return Finding(name, "bad", detail)
-    return Finding(name, "ok", f"{version}, torch part {torch_part}")
+    fault = transformer_engine_fault(core, torch_part)
+    return Finding(name, "bad" if fault else "ok", fault or f"{core}, torch part {torch_part}")
+
+
+def muon(found: str | None) -> Finding:
+    name = "emerging-optimizers"
+    if found is None:
+        return Finding(name, "ok", "not installed (optim.name=muon needs it)")
+    fault = muon_fault(found)
+    return Finding(name, "bad" if fault else "ok", fault or found)
 
 
 def _python() -> Iterator[Finding]:
@@ -107,18 +115,18 @@ def _native() -> Finding:
 
 
 def _package(name: str, required: str | None = None) -> Finding:
-    version = _version(name)
-    if version is None:
+    found = version(name)
+    if found is None:
         return Finding(name, "bad", f"not installed; {required or 'any version'} is needed")
-    if required and version != required:
-        return Finding(name, "note", f"{version}; tested with {required}")
-    return Finding(name, "ok", version)
+    if required and found != required:
+        return Finding(name, "note", f"{found}; tested with {required}")
+    return Finding(name, "ok", found)
 
 
 def _sglang() -> Finding:
-    version = _version("sglang")
-    if version:
-        return Finding("sglang", "ok", version)
+    found = version("sglang")
+    if found:
+        return Finding("sglang", "ok", found)
     return Finding(
         "sglang", "note", "not in this environment (rollout.server_command may name another)"
     )
@@ -148,18 +156,3 @@ def _memory() -> str:
     except (OSError, ValueError):  # no such file, or "max"
         return text
     return f"{text}, limited to {limit / 2**30:.1f} GiB here" if limit < total else text
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _package_folder(name: str) -> Path | None:
-    spec = importlib.util.find_spec(name)
-    if spec is None:
-        return None
-    places = list(spec.submodule_search_locations or [])
-    return Path(places[0]) if places else Path(spec.origin or name)

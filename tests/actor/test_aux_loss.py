@@ -1,5 +1,6 @@
-"""The experts' load-balancing loss against transformers' router and the formula of
-docs/objectives.md, with its scale, in every layout. Nothing else is trained, so what is left is it.
+"""The experts' load-balancing loss and the router's z-loss against transformers' router and the
+formulas of docs/objectives.md, with their scale, in every layout. Nothing else is trained, so what
+is left is it.
 """
 
 from pathlib import Path
@@ -20,7 +21,26 @@ COEF = 0.125
 SAMPLES = [masked(s, keep=0) for s in random_samples(3, 4, seed=3)]
 
 
-def expected(hf: Path, rows: list[list[int]]) -> dict[str, torch.Tensor]:
+def balance(logits: torch.Tensor, topk: int) -> torch.Tensor:
+    """Switch Transformer's loss of router logits [tokens, experts]."""
+    probs = logits.softmax(-1)
+    tokens, experts = probs.shape
+    chosen = torch.zeros_like(probs).scatter(1, probs.topk(topk).indices, 1.0)
+    share = chosen.sum(0) / (tokens * topk)
+    return experts * (share * probs.mean(0)).sum()
+
+
+def z_loss(logits: torch.Tensor, topk: int) -> torch.Tensor:
+    """ST-MoE's, arXiv 2202.08906: equation 5."""
+    return logits.logsumexp(-1).square().mean()
+
+
+LOSSES = {"aux_loss_coeff": balance, "z_loss_coeff": z_loss}
+
+
+def expected(
+    hf: Path, rows: list[list[int]], kind: str = "aux_loss_coeff"
+) -> dict[str, torch.Tensor]:
     """Gradients of the mean over ``rows`` of the loss of each, by transformers and autograd."""
     from transformers import AutoModelForCausalLM
 
@@ -32,22 +52,25 @@ def expected(hf: Path, rows: list[list[int]]) -> dict[str, torch.Tensor]:
             for i in row
         ]
         for layer in zip(*(o.router_logits for o in outputs), strict=True):
-            probs = torch.cat(layer).float().softmax(-1)
-            tokens, experts = probs.shape
             topk = model.config.num_experts_per_tok
-            chosen = torch.zeros_like(probs).scatter(1, probs.topk(topk).indices, 1.0)
-            share = chosen.sum(0) / (tokens * topk)
-            total = total + COEF * experts * (share * probs.mean(0)).sum()
+            total = total + COEF * LOSSES[kind](torch.cat(layer).float(), topk)
     (total / len(rows)).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def found(pool: WorkerPool, hf: Path, layout: dict[str, int], row_tokens: int) -> dict[str, Any]:
+def found(
+    pool: WorkerPool,
+    hf: Path,
+    layout: dict[str, int],
+    row_tokens: int,
+    kind: str = "aux_loss_coeff",
+    **more: Any,
+) -> dict[str, Any]:
     results = pool.run(
         "tests.actor.work_aux_loss:gradients_of",
         world=mesh_of(layout).world_size,
         **{"hf": hf, "layout": layout, "samples": SAMPLES},
-        **{"row_tokens": row_tokens, "coef": COEF},
+        **{"row_tokens": row_tokens, "moe": {kind: COEF, **more}},
     )
     return {n: g for part in results for n, g in part.items()}
 
@@ -68,6 +91,21 @@ FOUR_RANKS = [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "cp": 
 def test_it_is_the_mean_over_rows_of_the_formula(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int], row_tokens: int
 ) -> None:
+    reference = expected(tiny_model, packed(layout, row_tokens))
+    assert_gradients(found(pool, tiny_model, layout, row_tokens), reference)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"tp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS if x != {"tp": 2})],
+    ids=str,
+)
+def test_the_z_loss_likewise(pool: WorkerPool, tiny_model: Path, layout: dict[str, int]) -> None:
+    reference = expected(tiny_model, packed(layout, 60), "z_loss_coeff")
+    assert_gradients(found(pool, tiny_model, layout, 60, "z_loss_coeff"), reference)
+
+
+def packed(layout: dict[str, int], row_tokens: int) -> list[list[int]]:
     mesh = mesh_of(layout)
     plan = plan_rows(
         [len(s.tokens) for s in SAMPLES],
@@ -79,8 +117,10 @@ def test_it_is_the_mean_over_rows_of_the_formula(
     )
     rows = [row for rank in plan.rows for row in rank]
     assert len(rows) >= mesh.dp * mesh.rows_multiple and all(rows)
-    reference = expected(tiny_model, rows)
-    gradients = found(pool, tiny_model, layout, row_tokens)
+    return rows
+
+
+def assert_gradients(gradients: dict[str, Any], reference: dict[str, torch.Tensor]) -> None:
     seen = 0
     for name, g in gradients.items():
         if ".experts." in name:  # transformers keeps all experts of a layer in one tensor
@@ -94,6 +134,12 @@ def test_it_is_the_mean_over_rows_of_the_formula(
 
 
 def test_without_a_coefficient_there_is_none(pool: WorkerPool, tiny_model: Path) -> None:
-    work = {"hf": tiny_model, "layout": {}, "samples": SAMPLES, "row_tokens": 300, "coef": 0.0}
+    work = {
+        "hf": tiny_model,
+        "layout": {},
+        "samples": SAMPLES,
+        "row_tokens": 300,
+        "moe": {"aux_loss_coeff": 0.0},
+    }
     (gradients,) = pool.run("tests.actor.work_aux_loss:gradients_of", world=1, **work)
     assert all((g == 0).all() for g in gradients.values())

@@ -33,7 +33,10 @@ def test_there_and_back_is_the_same_model_bit_for_bit(
         assert (back / name).read_bytes() == (tiny_model / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["qwen3 yarn tied", "deepseek_v3", "glm4_moe without qk norm"])
+FAMILIES = ("qwen3 yarn tied", "deepseek_v3", "glm4_moe without qk norm", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_there_and_back_is_the_same_model_bit_for_bit(
     pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:

@@ -34,6 +34,7 @@ LAYOUTS = [
     {"tp": 2},
     {"pp": 2},
     {"pp": 2, "vpp": 2},
+    {"pp": 2, "first_layers": 1},
     {"dp": 2, "ep": 2},
     {"cp": 2},
     {"tp": 2, "ep": 2, "etp": 1},
@@ -211,7 +212,8 @@ def test_a_token_of_one_sequence_changes_no_bit_of_the_others(
 def with_all_experts(model: Path, folder: Path) -> Path:
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
-    experts = config.get("num_experts") or config.get("n_routed_experts")
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((config[key] for key in keys if config.get(key)), 0)
     if experts:
         config["num_experts_per_tok"] = experts
     if config.get("n_group"):

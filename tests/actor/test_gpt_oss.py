@@ -14,11 +14,14 @@ from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
 
+TP_EP = {"tp": 2, "ep": 2, "etp": 1}
 LAYOUTS = [
-    {"dp": 2, "ep": 2},
     {"tp": 2, "etp": 1},
-    {"tp": 2, "ep": 2, "etp": 1},
-    {"pp": 2, "vpp": 2},
+    TP_EP,
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in ({"dp": 2, "ep": 2}, {"pp": 2, "vpp": 2}, {"cp": 2})
+    ),
 ]
 
 
@@ -61,7 +64,7 @@ def test_the_gradient_norm_counts_every_sink_and_bias_once(
         assert error < 2e-5, (name, float(error))
 
 
-@pytest.mark.parametrize("layout", [{}, *LAYOUTS], ids=str)
+@pytest.mark.parametrize("layout", [{}, TP_EP], ids=str)
 def test_a_trainer_exports_what_it_was_given_bit_for_bit(
     pool: WorkerPool, model: Path, layout: dict[str, int]
 ) -> None:
@@ -83,21 +86,6 @@ def test_stacks_are_exported_one_after_another(pool: WorkerPool, model: Path) ->
             runs = [n for i, n in enumerate(stacked) if i == 0 or stacked[i - 1] != n]
             assert len(runs) == len(set(runs)) == 4 * 4  # layers, tensors
             assert len(stacked) == len(runs) * 8 // world
-
-
-def test_there_and_back_is_the_same_model_bit_for_bit(
-    pool: WorkerPool, model: Path, tmp_path: Path
-) -> None:
-    megatron, back = tmp_path / "megatron", tmp_path / "back"
-    for tool, source, out in (
-        ("convert_hf_to_megatron", model, megatron),
-        ("convert_megatron_to_hf", megatron, back),
-    ):
-        work = {"tool": tool, "source": source, "out": out}
-        assert pool.run("tests.actor.work:convert", world=1, **work) == [None]
-    first, second = (load_file(p / "model.safetensors") for p in (model, back))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("to", [{"dp": 2, "ep": 2}, {"pp": 2}], ids=str)

@@ -106,13 +106,14 @@ def train(
         for step, path in recorded_steps(recorded):
             plan = prepare(actor, config, read_samples(path))
             for rows in plan.steps:
-                found = (pair for row in rows for pair in _by_sample(row, actor.parallel))
+                found = (pair for row in rows for pair in by_sample(row, actor.parallel))
                 old |= {(step, i): values for i, values in found}
                 metrics, _ = actor.forward_backward(rows)
                 if first is None and not config.optim.distributed:
                     first = gradients(actor)
                 metrics += actor.update()
                 history.append(metrics)
+        actor.gather_parameters()
         weights = {n: t.clone() for n, t in actor.weights().tensors()}
         return {
             "metrics": history,
@@ -133,7 +134,7 @@ def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample])
     try:
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
-        return {i: values for row in plan.steps[0] for i, values in _by_sample(row, actor.parallel)}
+        return {i: values for row in plan.steps[0] for i, values in by_sample(row, actor.parallel)}
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -149,6 +150,18 @@ def exported(rank: int, hf: Path, layout: dict[str, int], **sections: Any) -> di
             for chunk in actor.model
         ]
         return {"tensors": {n: t.clone() for n, t in actor.weights().tensors()}, "layers": layers}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def export_order(rank: int, hf: Path, layout: dict[str, int]) -> list[str]:
+    """The first HF tensor of every weight, in the order in which they are gathered."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
+        return [weights.mapping.hf_names(name)[0] for name, _ in weights._stack_by_stack()]
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -176,19 +189,7 @@ def upstream_layers(
     return found
 
 
-def export_order(rank: int, hf: Path, layout: dict[str, int]) -> list[str]:
-    """The first HF tensor of every weight, in the order in which they are gathered."""
-    from megatron.core import parallel_state
-
-    actor = make_actor(config_for(hf), layout)
-    try:
-        weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
-        return [weights.mapping.hf_names(name)[0] for name, _ in weights._stack_by_stack()]
-    finally:
-        parallel_state.destroy_model_parallel()
-
-
-def _by_sample(row: Any, parallel: Parallel) -> Any:
+def by_sample(row: Any, parallel: Parallel) -> Any:
     """(sample, log-probs of its tokens 1..L-1) of a row, on one of the ranks that have it."""
     if row.old_logprobs is None or not parallel.speaks_for_rows:
         return

@@ -8,12 +8,17 @@ from tests.actor.work import config_for, gradients, make_actor, prepare
 
 
 def gradients_of(
-    rank: int, hf: Path, layout: dict[str, int], samples: list[Sample], row_tokens: int, coef: float
+    rank: int,
+    hf: Path,
+    layout: dict[str, int],
+    samples: list[Sample],
+    row_tokens: int,
+    moe: dict[str, Any],
 ) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    train = {"row_tokens": row_tokens, "moe_aux_loss_coef": coef}
-    config = config_for(hf, algo={"minibatches": 1}, train=train)
+    train = {"row_tokens": row_tokens}
+    config = config_for(hf, algo={"minibatches": 1}, train=train, moe=moe)
     actor = make_actor(config, layout)
     try:
         plan = prepare(actor, config, samples)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from megarl.actor.actor import MegatronActor
+from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
-from tests.actor.work import config_for, gradients, make_actor, plan_for
+from tests.actor.work import by_sample, config_for, gradients, make_actor, plan_for
 from tests.actor.work_split import noise_of
 from tests.actor.work_state import ONE_STEP, Trainee
 
@@ -46,7 +47,7 @@ def _evaluate(
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
         rows = plan.steps[0]
-        found = {i: values for row in rows for i, values in _by_sample(actor, row)}
+        found = {i: values for row in rows for i, values in by_sample(row, actor.parallel)}
         if not with_gradients:
             return {"logprobs": found, "gradients": {}}
         actor.gradients(rows, actor._of_logprobs(_weighted_sum(actor, len(rows))))
@@ -64,16 +65,15 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
     trainee = Trainee(hf, layout, {"algo": ONE_STEP})
     actor = trainee.actor
     try:
-        trainee_weights = trainee.weights()
-        chunks = [chunk.module for chunk in actor.model]
+        _watch_layers_behind(actor)
+        own = trainee.weights()
         actor.keep_reference()
         assert actor.reference is not None
-        with torch.no_grad():
-            for kept in actor.reference._copy:
-                kept.add_(0.25)
-        with actor.reference.loaded(chunks):
+        for kept in actor.reference._copy:
+            kept.add_(0.25)
+        with actor.reference.loaded([chunk.module for chunk in actor.model]):
             moved = trainee.weights()
-        assert any(not torch.equal(moved[n], t) for n, t in trainee_weights.items())
+        assert any(not torch.equal(moved[n], t) for n, t in own.items())
         found = {"reference": trainee.weights()}
         actor.reference = None
         trainee.steps(0, 1)
@@ -82,12 +82,17 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
 
 
-def _by_sample(actor: MegatronActor, row: PackedBatch) -> Any:
-    """(sample, log-probs of its tokens 1..L-1), once among the ranks that hold them."""
-    if row.old_logprobs is None or not actor.parallel.speaks_for_rows:
-        return
-    for i, start, length in row.segments():
-        yield i, row.old_logprobs[start : start + length - 1].clone()
+def _watch_layers_behind(actor: MegatronActor) -> None:
+    """Nothing is to compute with multi-token prediction's layers, or to keep gradients of them."""
+
+    def called(module: torch.nn.Module, inputs: Any) -> None:
+        raise AssertionError(f"{type(module).__name__} of a multi-token prediction layer ran")
+
+    for name, parameter in global_parameters(actor.model, actor.parallel):
+        assert hasattr(parameter, "main_grad") != name.startswith("mtp."), name
+    for chunk in map(unwrap, actor.model):
+        for module in chunk.mtp.modules() if hasattr(chunk, "mtp") else ():
+            module.register_forward_pre_hook(called)
 
 
 def _weighted_sum(actor: MegatronActor, num_microbatches: int) -> Any:

@@ -9,7 +9,8 @@ import pytest
 
 from megarl.config.files import read_hf_config
 from megarl.config.load import load_config
-from megarl.config.validate import optimizer_steps, validate
+from megarl.config.training import optimizer_steps
+from megarl.config.validate import validate
 from megarl.errors import ConfigError
 
 MOE: dict[str, Any] = {

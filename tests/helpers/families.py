@@ -82,6 +82,8 @@ GLM = {
 }
 GPT_OSS = {
     "intermediate_size": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "head_dim": 12,
@@ -122,7 +124,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
         {
             **GPT_OSS,
             **{"rope_parameters": COMMON["rope_parameters"], "tie_word_embeddings": True},
-            **{"num_key_value_heads": 4, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
+            **{"num_key_value_heads": 8, "num_experts_per_tok": 4, "swiglu_limit": 3.0},
             "layer_types": [f"{x}_attention" for x in ("full", "sliding", "sliding", "full")],
         },
     ),

@@ -110,6 +110,36 @@ def test_a_sequence_costs_what_its_products_cost(changes: dict[str, object], len
     assert estimate == pytest.approx(counted(spec, length), rel=0.5 / linear)
 
 
+GPT_OSS = {  # 20b
+    **{"hidden": 2880, "layers": 24, "heads": 64, "kv_heads": 8, "head_dim": 64, "ffn": 2880},
+    **{"moe_ffn": 2880, "experts": 32, "topk": 4, "vocab": 201088, "moe_layers": (True,) * 24},
+    "windows": (128, 0) * 12,
+}
+WINDOWED = {"small": {**MOE, "windows": (0, 5, 9)}, "gpt_oss": GPT_OSS}
+
+
+@pytest.mark.parametrize("changes", WINDOWED.values(), ids=WINDOWED)
+@pytest.mark.parametrize("length", [1, 7, 100, 300, 2000])
+def test_a_window_costs_its_width_for_every_token(changes: dict[str, object], length: int) -> None:
+    """Or less, at a sequence's beginning: by what the triangle before the window's width spares."""
+    spec = ModelSpec(**{**vars(DENSE), **changes})  # type: ignore[arg-type]
+    linear, quadratic = pass_flops(spec)
+    a_pair = 4 * spec.heads * spec.head_dim
+    estimate = a_pair * spec.windows.count(0) / 2 * (linear * length + quadratic * length**2)
+    spared = sum(
+        a_pair * max(0, seen - w) - a_pair * max(0, w - seen)
+        for w in spec.windows
+        for seen in range(1, length + 1)
+        if w
+    )
+    assert estimate == pytest.approx(counted(spec, length) - spared, rel=0.5 / linear)
+
+
+def test_without_a_layer_that_sees_everything_the_cost_is_linear() -> None:
+    spec = ModelSpec(**{**vars(DENSE), "windows": (4, 4, 4)})  # type: ignore[arg-type]
+    assert pass_flops(spec) == (1, 0)
+
+
 def test_the_large_models_attention_costs_as_much_as_all_else_at_15_thousand_tokens() -> None:
     assert pass_flops(ModelSpec(**{**vars(DENSE), **LARGE})) == (15472, 1)  # type: ignore[arg-type]
 

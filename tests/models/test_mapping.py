@@ -28,6 +28,9 @@ MODELS = (
     "glm4_moe",
     "glm4_moe in bf16",
     "glm4_moe without qk norm",
+    "gpt_oss",
+    "gpt_oss in bf16",
+    "gpt_oss without yarn",
 )
 LAYER = "decoder.layers.1."
 
@@ -75,11 +78,21 @@ def shards_of(mapping: ModelMapping, name: str, full: Sequence[Tensor], size: in
 def round_trip(
     mapping: ModelMapping, tensors: dict[str, Tensor], tp: int, etp: int
 ) -> Iterator[tuple[str, Tensor]]:
+    stacks: dict[str, list[Tensor]] = {}
     for name in mapping.megatron_names():
-        full = [tensors[hf] for hf in mapping.hf_names(name)]
+        index = mapping.slice_of(name)
+        whole = [tensors[hf] for hf in mapping.hf_names(name)]
+        full = whole if index is None else [t[index] for t in whole]
         size = etp if mapping.is_expert(name) else tp
         shards = shards_of(mapping, name, full, size)
-        yield from mapping.to_hf(name, shards if mapping.is_sharded(name) else shards[-1:])
+        back = mapping.to_hf(name, shards if mapping.is_sharded(name) else shards[-1:])
+        if index is None:
+            yield from back
+            continue
+        for hf, entry in back:
+            stacks.setdefault(hf, []).append(entry)
+            assert entry.is_contiguous() and len(stacks[hf]) == index + 1
+    yield from ((hf, torch.stack(entries)) for hf, entries in stacks.items())
 
 
 @pytest.mark.parametrize("model", MODELS)

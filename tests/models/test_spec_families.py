@@ -195,3 +195,99 @@ def test_a_value_that_is_not_supported_is_refused(
         read(tmp_path, values, **{key: value})
     for part in says:
         assert part in str(error.value)
+
+
+GPT_OSS_20B: dict[str, Any] = {  # as published, but for the quantisation
+    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True},
+    **{"attention_dropout": 0.0, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64},
+    **{"hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096},
+    **{"initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072},
+    **{"num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24},
+    **{"num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False},
+    **{"pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_theta": 150000},
+    **{"router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+    **{"tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088},
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "torch_dtype": "bfloat16",
+    "rope_scaling": {
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn"},
+        **{"original_max_position_embeddings": 4096, "truncate": False},
+    },
+}
+
+
+def test_gpt_oss_is_read(tmp_path: Path) -> None:
+    spec = read(tmp_path, GPT_OSS_20B)
+    assert spec == ModelSpec(
+        family="gpt_oss",
+        hidden=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        ffn=2880,
+        moe_ffn=2880,
+        experts=32,
+        topk=4,
+        vocab=201088,
+        rope_theta=150000.0,
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        qk_norm=False,
+        norm_topk_prob=True,
+        moe_layers=(True,) * 24,
+        router_score="softmax",
+        max_positions=131072,
+        dtype="bfloat16",
+        eos_ids=(200002,),
+        yarn=Yarn(factor=32.0, original_positions=4096, truncate=False),
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        windows=(128, 0) * 12,
+        router_bias=True,
+        mlp_bias=True,
+        glu_alpha=1.702,
+        glu_limit=7.0,
+    )
+    assert ModelSpec.from_json(json.loads(json.dumps(spec.as_json()))) == spec
+
+
+def test_gpt_oss_takes_transformers_values_for_absent_keys(tmp_path: Path) -> None:
+    absent = ("head_dim", "layer_types", "swiglu_limit", "rope_theta", "attention_bias")
+    absent += ("tie_word_embeddings", "experts_per_token")
+    spec = read(tmp_path, GPT_OSS_20B, **dict.fromkeys(absent, ABSENT), swiglu_alpha=1.702)
+    assert spec == read(tmp_path, GPT_OSS_20B)
+    full = read(tmp_path, GPT_OSS_20B, layer_types=["full_attention"] * 24, sliding_window=None)
+    assert full.windows == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}},
+            ["quantization_config.quant_method: found 'mxfp4'", "bfloat16", "dequantize=True"],
+        ),
+        ({"attention_bias": False}, ["attention_bias", "False", "true"]),
+        ({"swiglu_alpha": 1.0}, ["swiglu_alpha", "1.0", "1.702"]),
+        ({"swiglu_limit": 0}, ["swiglu_limit", "0", "positive"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+        ({"layer_types": ["full_attention"] * 23}, ["layer_types", "num_hidden_layers=24"]),
+        ({"layer_types": ["chunked_attention"] * 24}, ["layer_types", "sliding_attention"]),
+        ({"sliding_window": None}, ["sliding_window", "None", "integer"]),
+        ({"sliding_window": -1}, ["sliding_window", "-1", "at least 1"]),
+        ({"experts_per_token": 2}, ["num_experts_per_tok and experts_per_token", "[4, 2]"]),
+        ({"num_experts_per_tok": 33, "experts_per_token": 33}, ["33", "num_local_experts=32"]),
+        ({"architectures": ["GptOssForSequenceClassification"]}, ["GptOssForCausalLM"]),
+        ({"rope_scaling": None}, ["rope_parameters", "None", "YaRN"]),
+        ({"scoring_func": "sigmoid"}, ["scoring_func", "softmax"]),
+    ],
+)
+def test_a_gpt_oss_that_is_not_supported_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: list[str]
+) -> None:
+    with pytest.raises(DataError) as error:
+        read(tmp_path, GPT_OSS_20B, **changes)
+    for part in says:
+        assert part in str(error.value)
