@@ -1,9 +1,9 @@
 """Bytes that the forward pass of one row keeps for its backward pass, on one rank.
 
-T tokens of a row, t = T / cp of them here, s = t / tp where activations are split by sequence; b
-bytes a number; d = topk s etp tokens that come to this rank's experts when these are equally
-popular (each of its etp ranks sees them all). H, Q, K, D, I, E as in ``parameters.py``. Megatron's
-local layers keep::
+T tokens of a row in sequences of L, t = T / cp of them here, s = t / tp where activations are split
+by sequence; b bytes a number; d = topk s etp tokens that come to this rank's experts when these are
+equally popular (each of its etp ranks sees them all). H, Q, K, D, I, E as in ``parameters.py``.
+Megatron's local layers keep::
 
     norm(n)        b n on a GPU; on CPU (not fused) its input and output in fp32; 4 a row either way
     attention      norm(H s) + b H s                      input of the q, k, v projection
@@ -12,6 +12,8 @@ local layers keep::
                    b (2 Q + 2 K) t / tp + 4 heads t / tp  q, k, v, output and its log-sum-exp; with
                                                           cp > 1 k and v are of all T tokens
                    8 t                                    order of segments
+                   b t L                                  its mask, where causality alone does not
+                                                          serve: cp > 1, sinks, windows
                    b Q t / tp                             input of the output projection
     dense MLP      norm(H s) + b H s + b 5 I t / tp       gate and up, silu, up + 0, product, as the
                                                           input of the last matrix
@@ -36,12 +38,12 @@ from dataclasses import dataclass
 from megarl.mesh import Mesh
 from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
-from megarl.plan.choices import Choices
+from megarl.plan.choices import Choices, Rows
 
 # module that selective recomputation names -> the pieces that are computed again
 _EXPERTS = ("choice", "expert_input", "expert_hidden", "expert_product", "shared_hidden")
 RECOMPUTED: Mapping[str, tuple[str, ...]] = {
-    "core_attn": ("attention_output",),
+    "core_attn": ("attention_output", "attention_mask"),
     "layernorm": ("attention_input", "mlp_input"),
     "mlp": ("dense_hidden", "dense_product"),
     "moe": _EXPERTS,
@@ -68,14 +70,22 @@ class _Row:
     t: float
     s: float
     keys: float  # tokens whose keys and values attention holds
+    mask: float  # numbers of attention's mask
     b: int
     fused: bool
 
     @staticmethod
-    def of(mesh: Mesh, tokens: int, choices: Choices) -> "_Row":
-        t = tokens / mesh.cp
-        keys = tokens if mesh.cp > 1 else t
-        return _Row(t, t / mesh.tp, keys, choices.activation_bytes, choices.fused_norms)
+    def of(spec: ModelSpec, mesh: Mesh, rows: Rows, choices: Choices) -> "_Row":
+        t = rows.tokens / mesh.cp
+        masked = mesh.cp > 1 or spec.sinks or any(spec.windows)
+        return _Row(
+            t=t,
+            s=t / mesh.tp,
+            keys=rows.tokens if mesh.cp > 1 else t,
+            mask=t * min(rows.sequence, rows.tokens) if masked else 0.0,
+            b=choices.activation_bytes,
+            fused=choices.fused_norms,
+        )
 
     def norm(self, n: float, rows: float, holds: float | None = None) -> float:
         """A norm of ``n`` numbers in ``rows`` rows. ``holds``: the size of the tensor that its
@@ -87,10 +97,10 @@ class _Row:
 
 
 def layer_bytes(
-    spec: ModelSpec, mesh: Mesh, tokens: int, choices: Choices, *, moe: bool
+    spec: ModelSpec, mesh: Mesh, rows: Rows, choices: Choices, *, moe: bool
 ) -> LayerBytes:
     """One layer with experts, or a dense one."""
-    row = _Row.of(mesh, tokens, choices)
+    row = _Row.of(spec, mesh, rows, choices)
     pieces = _attention(spec, mesh, row)
     pieces |= _experts(spec, mesh, row) if moe else _dense(spec, mesh, row)
     if choices.fp8:
@@ -105,14 +115,14 @@ def layer_bytes(
     return LayerBytes(everything - again, again)
 
 
-def first_bytes(mesh: Mesh, tokens: int) -> float:
+def first_bytes(mesh: Mesh, rows: Rows) -> float:
     """Of the embedding: the ids."""
-    return 8 * tokens / mesh.cp
+    return 8 * rows.tokens / mesh.cp
 
 
-def head_bytes(spec: ModelSpec, mesh: Mesh, tokens: int, choices: Choices) -> float:
+def head_bytes(spec: ModelSpec, mesh: Mesh, rows: Rows, choices: Choices) -> float:
     """Of the last norm, the output head and the loss, for one row at a time."""
-    row = _Row.of(mesh, tokens, choices)
+    row = _Row.of(spec, mesh, rows, choices)
     vocab = padded_vocab_size(spec.vocab, VOCAB_MULTIPLE) / mesh.tp
     hidden = spec.hidden * row.s
     return row.norm(hidden, row.s) + row.b * hidden + row.b * vocab * row.t + 56 * row.t
@@ -124,6 +134,9 @@ def _attention(spec: ModelSpec, mesh: Mesh, row: _Row) -> dict[str, float]:
     value = mla.value_dim if mla else spec.head_dim
     groups = heads if mla else spec.kv_heads / mesh.tp
     queries, keys = heads * spec.head_dim, groups * spec.head_dim
+    sink = 1 if spec.sinks else 0  # a dimension of queries, keys and values
+    operands = heads * (spec.head_dim + sink) * row.t
+    operands += groups * (spec.head_dim + value + 2 * sink) * row.keys
     turned = mla.rope_dim if mla else spec.head_dim * spec.rope_share
     inside = 4 * row.b * turned * row.t
     if mla is not None:
@@ -137,8 +150,9 @@ def _attention(spec: ModelSpec, mesh: Mesh, row: _Row) -> dict[str, float]:
         "attention_norm": row.norm(hidden, row.s),
         "attention_input": row.b * hidden,
         "attention_inside": inside,
-        "attention_operands": row.b * (queries * row.t + (keys + groups * value) * row.keys),
-        "attention_output": (row.b * heads * value + 4 * heads + 8) * row.t,
+        "attention_operands": row.b * operands,
+        "attention_mask": row.b * row.mask,
+        "attention_output": (row.b * heads * (value + sink) + 4 * heads + 8) * row.t,
         "projection_input": row.b * heads * value * row.t,
     }
 
@@ -163,7 +177,7 @@ def _experts(spec: ModelSpec, mesh: Mesh, row: _Row) -> dict[str, float]:
         "mlp_input": row.b * hidden,
         "choice": (8 + (4 if scores else 0)) * spec.experts * row.s + 20 * chosen + 4 * here,
         "expert_input": row.b * spec.hidden * here,
-        "expert_hidden": row.b * 4 * inner,
+        "expert_hidden": row.b * (6 if spec.glu_limit else 4) * inner,  # clamped: both, and a gate
         "expert_product": row.b * 2 * inner,
         "shared_hidden": row.b * 5 * spec.shared_ffn / mesh.tp * row.t,
     }

@@ -5,6 +5,16 @@ from typing import Literal
 
 from megarl.config.schema import Config
 
+
+@dataclass(frozen=True)
+class Rows:
+    """What a rank trains on in an optimizer step: ``count`` packed rows."""
+
+    tokens: int  # of a row
+    sequence: int  # of a sequence in it, on average
+    count: int
+
+
 Recompute = Literal["none", "selective", "full"]
 
 

@@ -14,7 +14,7 @@ from megarl.errors import ConfigError, Problem
 from megarl.mesh import Mesh
 from megarl.models.settings import described_spec, model_spec
 from megarl.models.spec import ModelSpec
-from megarl.plan.choices import Choices, Recompute, choices_of
+from megarl.plan.choices import Choices, Recompute, Rows, choices_of
 from megarl.plan.memory import GIB, StageMemory, plan_memory
 from megarl.plan.parameters import total_parameters
 from megarl.plan.traffic import Traffic, bubble, step_traffic
@@ -51,11 +51,12 @@ class Job:
     def row_tokens(self) -> int:
         return self.config.train.row_tokens
 
-    def rows(self, mesh: Mesh) -> int:
+    def rows(self, mesh: Mesh) -> Rows:
         """A rank's rows of an optimizer step, if its share of the samples fills them."""
         share = math.ceil(self.samples / mesh.dp)
-        rows = math.ceil(share * self.sample_tokens / self.row_tokens)
-        return math.ceil(rows / mesh.rows_multiple) * mesh.rows_multiple
+        count = math.ceil(share * self.sample_tokens / self.row_tokens)
+        count = math.ceil(count / mesh.rows_multiple) * mesh.rows_multiple
+        return Rows(self.row_tokens, self.sample_tokens, count)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Plan:
     job: Job
     mesh: Mesh
     choices: Choices
-    num_rows: int
+    rows: Rows
     stages: list[StageMemory]
     traffic: list[Traffic]
 
@@ -77,7 +78,7 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        return bubble(self.mesh, self.num_rows)
+        return bubble(self.mesh, self.rows.count)
 
 
 def read_job(
@@ -122,21 +123,9 @@ def layout_of(job: Job) -> Mesh:
 
 def plan_job(job: Job, mesh: Mesh, choices: Choices) -> Plan:
     rows = job.rows(mesh)
-    return Plan(
-        job=job,
-        mesh=mesh,
-        choices=choices,
-        num_rows=rows,
-        stages=plan_memory(
-            job.spec,
-            mesh,
-            choices,
-            row_tokens=job.row_tokens,
-            num_rows=rows,
-            critic=job.config.critic.lr is not None,
-        ),
-        traffic=step_traffic(job.spec, mesh, choices, row_tokens=job.row_tokens, num_rows=rows),
-    )
+    critic = job.config.critic.lr is not None
+    stages = plan_memory(job.spec, mesh, choices, rows, critic=critic)
+    return Plan(job, mesh, choices, rows, stages, step_traffic(job.spec, mesh, choices, rows))
 
 
 def what_if(

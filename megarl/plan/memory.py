@@ -8,7 +8,7 @@ All ranks of a stage hold the same number of everything, so one stands for the s
     activations  of the rows that a stage has begun and not finished, and of what is recomputed
     head         the last stage: logits of one row
     working      the gradient of the largest matrix before it is added, a gathered activation and
-                 its gradient; with cp > 1 the mask of a row that is one sequence, 3 T T / cp
+                 its gradient
     allowance    CUDA context, NCCL, workspaces, fragmentation: ALLOWANCE bytes, by experience
 
 where edp = tp cp dp / (ep etp). Megatron aligns each parameter in its buffers to 64 numbers and
@@ -29,7 +29,7 @@ from megarl.mesh import Mesh
 from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.plan.activations import LayerBytes, first_bytes, head_bytes, layer_bytes
-from megarl.plan.choices import Choices
+from megarl.plan.choices import Choices, Rows
 from megarl.plan.parameters import Count, stage_count
 
 GIB = 2**30
@@ -70,23 +70,18 @@ def stage_memory(
     mesh: Mesh,
     stage: int,
     choices: Choices,
+    rows: Rows,
     *,
-    row_tokens: int,
-    num_rows: int,
     critic: bool = False,
 ) -> StageMemory:
-    """The most that a rank of ``stage`` holds while it trains on ``num_rows`` rows of
-    ``row_tokens``.
-    """
+    """The most that a rank of ``stage`` holds while it trains on ``rows``."""
     count = stage_count(spec, mesh, stage)
     states = _states(count, mesh, choices)
-    kinds = {
-        moe: layer_bytes(spec, mesh, row_tokens, choices, moe=moe) for moe in set(spec.moe_layers)
-    }
-    chunks = _chunk_bytes(spec, mesh, stage, kinds, row_tokens)
-    passes = chunk_passes(mesh, stage, num_rows)
+    kinds = {moe: layer_bytes(spec, mesh, rows, choices, moe=moe) for moe in set(spec.moe_layers)}
+    chunks = _chunk_bytes(spec, mesh, stage, kinds, rows)
+    passes = chunk_passes(mesh, stage, rows.count)
     last = stage == mesh.pp - 1
-    head = head_bytes(spec, mesh, row_tokens, choices) if last else 0.0
+    head = head_bytes(spec, mesh, rows, choices) if last else 0.0
     again = max(kind.again for kind in kinds.values())  # of one layer, once the logits are gone
     kept = sum(chunks[k] * n for k, n in passes.items())
     return StageMemory(
@@ -98,7 +93,7 @@ def stage_memory(
         rows_in_flight=sum(passes.values()) / mesh.vpp,
         activations=kept + max(0.0, again - head),
         head=head,
-        working=_working(spec, mesh, stage, choices, row_tokens),
+        working=_working(spec, mesh, stage, choices, rows),
         critic=_critic(spec, count, mesh, stage, choices) if critic else 0.0,
         allowance=ALLOWANCE,
     )
@@ -108,18 +103,12 @@ def plan_memory(
     spec: ModelSpec,
     mesh: Mesh,
     choices: Choices,
+    rows: Rows,
     *,
-    row_tokens: int,
-    num_rows: int,
     critic: bool = False,
 ) -> list[StageMemory]:
     """Every stage's [pp]."""
-    return [
-        stage_memory(
-            spec, mesh, r, choices, row_tokens=row_tokens, num_rows=num_rows, critic=critic
-        )
-        for r in range(mesh.pp)
-    ]
+    return [stage_memory(spec, mesh, r, choices, rows, critic=critic) for r in range(mesh.pp)]
 
 
 def chunk_passes(mesh: Mesh, stage: int, num_rows: int) -> dict[int, int]:
@@ -160,7 +149,7 @@ def _states(count: Count, mesh: Mesh, choices: Choices) -> dict[str, float]:
 
 
 def _chunk_bytes(
-    spec: ModelSpec, mesh: Mesh, stage: int, kinds: dict[bool, LayerBytes], row_tokens: int
+    spec: ModelSpec, mesh: Mesh, stage: int, kinds: dict[bool, LayerBytes], rows: Rows
 ) -> list[float]:
     """What one row keeps in each chunk of a stage, without the head."""
     found = []
@@ -169,11 +158,11 @@ def _chunk_bytes(
         moe = sum(spec.moe_layers[layers.start : layers.stop])
         counts = {True: moe, False: len(layers) - moe}
         kept = sum(n * kinds[kind].kept for kind, n in counts.items() if n)
-        found.append(kept + (first_bytes(mesh, row_tokens) if stage == k == 0 else 0.0))
+        found.append(kept + (first_bytes(mesh, rows) if stage == k == 0 else 0.0))
     return found
 
 
-def _working(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices, row_tokens: int) -> float:
+def _working(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices, rows: Rows) -> float:
     """Of one matrix product's backward pass."""
     vocab = padded_vocab_size(spec.vocab, VOCAB_MULTIPLE) // mesh.tp
     widest = max(
@@ -182,9 +171,8 @@ def _working(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices, row_toke
         0 if all(spec.moe_layers) else 2 * spec.ffn // mesh.tp,
         (spec.heads + 2 * spec.kv_heads) * spec.head_dim // mesh.tp,
     )
-    gathered = 2 * row_tokens // mesh.cp * spec.hidden if mesh.tp > 1 else 0  # input and gradient
-    mask = 3 * row_tokens * row_tokens // mesh.cp if mesh.cp > 1 else 0
-    return float(choices.activation_bytes * (widest * spec.hidden + gathered) + mask)
+    gathered = 2 * rows.tokens // mesh.cp * spec.hidden if mesh.tp > 1 else 0  # input and gradient
+    return float(choices.activation_bytes * (widest * spec.hidden + gathered))
 
 
 def _critic(spec: ModelSpec, count: Count, mesh: Mesh, stage: int, choices: Choices) -> float:

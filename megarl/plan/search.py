@@ -20,7 +20,7 @@ from megarl.config.layout import layout_problems
 from megarl.config.schema import ParallelSection
 from megarl.mesh import Mesh
 from megarl.models.spec import ModelSpec
-from megarl.plan.choices import Choices
+from megarl.plan.choices import Choices, Rows
 from megarl.plan.job import Job, mesh_with
 from megarl.plan.memory import stage_memory
 from megarl.plan.parameters import active_parameters
@@ -59,7 +59,7 @@ def suggest(job: Job, choices: Sequence[Choices], limit: int = 5) -> list[Sugges
             (most, c) for c in choices if (most := _heaviest(job, mesh, c, rows)) <= job.gpu_bytes
         )
         seconds = estimated_seconds(job, mesh, choice)
-        found.append(Suggestion(mesh, choice, rows, most, bubble(mesh, rows), seconds))
+        found.append(Suggestion(mesh, choice, rows.count, most, bubble(mesh, rows.count), seconds))
     found.sort(key=lambda suggestion: suggestion.seconds)
     different: dict[tuple[int, ...], Suggestion] = {}
     for suggestion in found:
@@ -71,9 +71,9 @@ def suggest(job: Job, choices: Sequence[Choices], limit: int = 5) -> list[Sugges
 def estimated_seconds(job: Job, mesh: Mesh, choices: Choices) -> float:
     """Of the module's docstring."""
     rows = job.rows(mesh)
-    tokens = rows * job.row_tokens / (mesh.tp * mesh.cp * mesh.pp)
-    computing = (1 + bubble(mesh, rows)) * _flops(job.spec, choices) * tokens / COMPUTE
-    moved = step_traffic(job.spec, mesh, choices, row_tokens=job.row_tokens, num_rows=rows)
+    tokens = rows.count * rows.tokens / (mesh.tp * mesh.cp * mesh.pp)
+    computing = (1 + bubble(mesh, rows.count)) * _flops(job.spec, choices) * tokens / COMPUTE
+    moved = step_traffic(job.spec, mesh, choices, rows)
     return computing + sum(x.num_bytes / (NVLINK if x.in_node else NETWORK) for x in moved)
 
 
@@ -88,21 +88,14 @@ def _flops(spec: ModelSpec, choices: Choices) -> int:
     return 6 * multiplied + 2 * (repeated + rest * choices.repeats_attention)
 
 
-def _heaviest(job: Job, mesh: Mesh, choices: Choices, rows: int) -> float:
+def _heaviest(job: Job, mesh: Mesh, choices: Choices, rows: Rows) -> float:
     """Stages in between differ from the second only by holding fewer rows, or dense layers. Stops
     at the first that does not fit.
     """
     most = 0.0
     for stage in sorted({0, min(1, mesh.pp - 1), mesh.pp - 1}):
-        found = stage_memory(
-            job.spec,
-            mesh,
-            stage,
-            choices,
-            row_tokens=job.row_tokens,
-            num_rows=rows,
-            critic=job.config.critic.lr is not None,
-        )
+        critic = job.config.critic.lr is not None
+        found = stage_memory(job.spec, mesh, stage, choices, rows, critic=critic)
         most = max(most, found.total)
         if most > job.gpu_bytes:
             break

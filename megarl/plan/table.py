@@ -70,7 +70,7 @@ def _heading(plan: Plan) -> Iterator[str]:
     extras += ["optimizer on the host"] * c.offload_optimizer + ["FP8"] * c.fp8
     yield f"{c.dtype}, {', '.join(extras)}"
     yield (
-        f"{plan.num_rows} rows of {job.row_tokens:,} tokens a rank and optimizer step "
+        f"{plan.rows.count} rows of {job.row_tokens:,} tokens a rank and optimizer step "
         f"({job.samples:,} samples of {job.sample_tokens:,})"
     )
 

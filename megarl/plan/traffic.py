@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from megarl.mesh import Mesh
 from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
-from megarl.plan.choices import Choices
+from megarl.plan.choices import Choices, Rows
 from megarl.plan.memory import optimizer_ranks
 from megarl.plan.parameters import stage_count
 
@@ -52,13 +52,11 @@ def bubble(mesh: Mesh, num_rows: int) -> float:
     return (mesh.pp - 1) / (num_rows * mesh.vpp)
 
 
-def step_traffic(
-    spec: ModelSpec, mesh: Mesh, choices: Choices, *, row_tokens: int, num_rows: int
-) -> list[Traffic]:
+def step_traffic(spec: ModelSpec, mesh: Mesh, choices: Choices, rows: Rows) -> list[Traffic]:
     """By axis, of the stage with most layers."""
     layers = max(mesh.stage_layers(spec.layers))
     moe = layers * spec.num_moe_layers / spec.layers
-    t = row_tokens / mesh.cp
+    t = rows.tokens / mesh.cp
     s = t / mesh.tp
     hidden = choices.activation_bytes * spec.hidden
     keys = choices.activation_bytes * spec.kv_heads * spec.head_dim / mesh.tp
@@ -78,7 +76,7 @@ def step_traffic(
         "ep": mesh.ep * mesh.etp,
         "pp": mesh.world_size,
     }
-    found = [Traffic(axis, n * num_rows, span[axis] <= NODE_RANKS) for axis, n in per_row.items()]
+    found = [Traffic(axis, n * rows.count, span[axis] <= NODE_RANKS) for axis, n in per_row.items()]
     return [*found, _data_parallel(spec, mesh, choices)]
 
 

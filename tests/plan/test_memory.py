@@ -8,7 +8,7 @@ import pytest
 from megarl.data.recorded import pack_samples
 from megarl.mesh import Mesh
 from megarl.plan.activations import head_bytes, layer_bytes
-from megarl.plan.choices import Choices
+from megarl.plan.choices import Choices, Rows
 from megarl.plan.memory import chunk_passes, plan_memory, stage_memory
 from megarl.plan.traffic import bubble, rollout_bytes, step_traffic
 from tests.helpers.samples import random_samples
@@ -46,7 +46,7 @@ def test_the_bubble_is_the_textbooks() -> None:
 
 def test_a_dense_model_on_one_gpu_by_hand() -> None:
     """Qwen3-8B, a row of 4,096 tokens: 18 bytes a parameter of states."""
-    (found,) = plan_memory(QWEN3_8B, Mesh(), BF16, row_tokens=4096, num_rows=1)
+    (found,) = plan_memory(QWEN3_8B, Mesh(), BF16, Rows(4096, 4096, 1))
     assert found.parameters == 2 * 8_190_735_360
     assert found.gradients == 4 * 8_190_735_360
     assert found.optimizer == 12 * 8_190_735_360
@@ -60,14 +60,15 @@ def test_a_dense_model_on_one_gpu_by_hand() -> None:
 
 def test_axes_divide_what_they_split() -> None:
     def kept(mesh: Mesh, moe: bool = True) -> float:
-        return layer_bytes(QWEN3_30B, mesh, 8192, BF16, moe=moe).kept
+        return layer_bytes(QWEN3_30B, mesh, Rows(8192, 1024, 1), BF16, moe=moe).kept
 
     one = kept(Mesh())
     assert one / 4 < kept(Mesh(tp=4, etp=1)) < one / 3  # but the rotary tables
-    assert one / 2 <= kept(Mesh(cp=2)) < one / 1.9  # but keys and values, which are gathered
+    split = kept(Mesh(cp=2)) - 2 * 4096 * 1024  # without a mask of 1,024 for each token
+    assert one / 2 <= split < one / 1.9  # but keys and values, which are gathered
     assert kept(Mesh(ep=8, dp=8)) == one  # popular alike, experts get as many tokens as were sent
     assert kept(Mesh(tp=4, etp=4)) > kept(Mesh(tp=4, etp=1))  # every rank of etp has them all
-    head = [head_bytes(QWEN3_30B, Mesh(tp=tp), 8192, BF16) for tp in (1, 4)]
+    head = [head_bytes(QWEN3_30B, Mesh(tp=tp), Rows(8192, 1024, 1), BF16) for tp in (1, 4)]
     assert head[1] < head[0] / 3.9
 
 
@@ -75,7 +76,7 @@ def test_choices_take_away_what_they_say() -> None:
     def memory(**choices: object) -> object:
         chosen = replace(BF16, **choices)
         mesh = Mesh(tp=4, dp=8, ep=8, etp=1)
-        return stage_memory(QWEN3_30B, mesh, 0, chosen, row_tokens=16384, num_rows=8)
+        return stage_memory(QWEN3_30B, mesh, 0, chosen, Rows(16384, 16384, 8))
 
     plain = memory()
     offloaded = memory(offload_optimizer=True)
@@ -93,11 +94,11 @@ def test_selective_recomputation_adds_up() -> None:
     """What a module drops and what is kept make the whole, for every module there is."""
     mesh = Mesh(tp=2, etp=2)
     for moe in (True, False):
-        whole = layer_bytes(DEEPSEEK_V3, mesh, 4096, BF16, moe=moe)
+        whole = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), BF16, moe=moe)
         assert whole.again == 0
         for module in ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"):
             some = replace(BF16, recompute="selective", recompute_modules=(module,))
-            found = layer_bytes(DEEPSEEK_V3, mesh, 4096, some, moe=moe)
+            found = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), some, moe=moe)
             assert found.kept + found.again == pytest.approx(whole.kept)
             applies = {"mlp": not moe, "moe": moe, "moe_act": moe, "shared_experts": moe}
             assert (found.again > 0) == applies.get(module, True)
@@ -106,7 +107,7 @@ def test_selective_recomputation_adds_up() -> None:
 def test_a_critic_is_a_second_model_without_the_output_head() -> None:
     mesh = Mesh(pp=2, dp=2)
     for stage in (0, 1):
-        found = stage_memory(QWEN3_8B, mesh, stage, BF16, row_tokens=4096, num_rows=4, critic=True)
+        found = stage_memory(QWEN3_8B, mesh, stage, BF16, Rows(4096, 4096, 4), critic=True)
         n = found.count.shared - (151936 * 4096 - 4096 if stage else 0)
         assert found.critic == n * (2 + 4 + 12 / 2)
 
@@ -114,7 +115,7 @@ def test_a_critic_is_a_second_model_without_the_output_head() -> None:
 def test_frozen_prediction_layers_have_weights_and_nothing_else() -> None:
     mesh = Mesh(pp=61, dp=1)
     with_mtp, without = (
-        stage_memory(spec, mesh, 60, BF16, row_tokens=4096, num_rows=1)
+        stage_memory(spec, mesh, 60, BF16, Rows(4096, 4096, 1))
         for spec in (DEEPSEEK_V3, replace(DEEPSEEK_V3, mtp_layers=0))
     )
     assert with_mtp.parameters - without.parameters > 2 * 11.5e9
@@ -125,9 +126,7 @@ def test_traffic_by_hand() -> None:
     """A dense model: b H t times 5 gathers or scatters in attention and as many in the MLP."""
     sent = {
         x.axis: x
-        for x in step_traffic(
-            QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), BF16, row_tokens=4096, num_rows=6
-        )
+        for x in step_traffic(QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), BF16, Rows(4096, 4096, 6))
     }
     hidden = 2 * 4096 * 4096
     assert sent["tp"].num_bytes == 6 * 18 * 10 * hidden * 7 / 8 and sent["tp"].in_node
@@ -136,7 +135,7 @@ def test_traffic_by_hand() -> None:
     moved = (
         6
         * stage_memory(
-            QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), 0, BF16, row_tokens=4096, num_rows=6
+            QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), 0, BF16, Rows(4096, 4096, 6)
         ).count.trained
     )
     assert sent["dp"].num_bytes == pytest.approx(moved / 2, rel=1e-3)

@@ -48,6 +48,11 @@ def occupied(
             **_sizes(actor),
             "rows": len(rows),
             "row_tokens": len(rows[0].tokens),
+            # of a token, the mean length of its own
+            "sequence": round(
+                sum(n * n for row in rows for _, _, n in row.segments())
+                / sum(len(row.tokens) for row in rows)
+            ),
             "saved": saved.most,
             "sent": sum(t.nbytes for _, t in actor.weights().tensors()),
             "at": vars(actor.parallel.at),
