@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -95,7 +95,7 @@ def config_check(
     from megarl.config.files import read_hf_config
     from megarl.config.validate import validate
     from megarl.installed import installed
-    from megarl.models.spec import FAMILIES
+    from megarl.models.spec import FAMILIES, REFUSED
 
     config = _load(arguments)
     hf_config = read_hf_config(config.model.hf)
@@ -105,11 +105,12 @@ def config_check(
         num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
         supported_models=FAMILIES,
+        refused_models=REFUSED,
         check_paths=paths,
         packages=installed() if num_gpus is None else None,
     )
     if hf_config is not None:
-        _check_model(config.model.hf)
+        _check_model(config)
     if shell:
         typer.echo(f"NPROC={_world_size(config)}")
         typer.echo(f"RUN_DIR={shlex.quote(str(config.run.dir))}")
@@ -245,19 +246,73 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def plan(
+    arguments: Arguments,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the trainer, one a rank.")],
+    gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of each.")] = 80.0,
+    sample_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Mean length, prompt included. Default: each fills a row."),
+    ] = None,
+    recompute: Annotated[
+        Literal["none", "selective", "full"] | None,
+        typer.Option(help="Instead of what the settings say."),
+    ] = None,
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="As if its state were on the host.")
+    ] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="As if layers computed in FP8.")] = False,
+    suggestions: Annotated[int, typer.Option(min=0, help="Layouts to suggest.")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write a record instead; -: to stdout.")
+    ] = None,
+) -> None:
+    """Memory, traffic and idle time of a model in a layout, and layouts that fit; nothing starts.
+
+    A file of configs/models/ is enough. Exits with 1 if it does not fit, with 2 and every reason
+    if the model cannot be split so.
+    """
+    from megarl.plan.job import layout_of, plan_job, read_job, what_if
+    from megarl.plan.search import suggest
+
+    job = read_job(arguments, gpus=gpus, gpu_gib=gpu_memory, sample_tokens=sample_tokens)
+    choices, ways = what_if(job, recompute, offload_optimizer=offload_optimizer, fp8=fp8)
+    planned = plan_job(job, layout_of(job), choices)
+    found = suggest(job, ways, suggestions) if suggestions else None
+    if json_file is None:
+        from rich.console import Console
+
+        from megarl.plan.table import print_plan
+
+        print_plan(planned, found, Console())
+    else:
+        from megarl.plan.record import as_record
+
+        text = json.dumps(as_record(planned, found), indent=1)
+        if str(json_file) == "-":
+            typer.echo(text)
+        else:
+            json_file.write_text(text + "\n")
+    if not planned.fits:
+        raise typer.Exit(1)
+
+
 def _load(arguments: list[str]) -> "Config":
     from megarl.config.load import load_config, split_arguments
 
     return load_config(*split_arguments(arguments))
 
 
-def _check_model(folder: Path) -> None:
-    """Everything in config.json that the model family does not support."""
+def _check_model(config: "Config") -> None:
+    """Everything in config.json that the model family does not support, or ``model.config`` says
+    otherwise.
+    """
     from megarl.errors import DataError
-    from megarl.models.spec import read_spec
+    from megarl.models.settings import model_spec
 
     try:
-        read_spec(folder)
+        model_spec(config.model)
     except DataError as e:
         typer.echo(f"megarl: model.hf: {e}", err=True)
         raise typer.Exit(2) from e

@@ -5,9 +5,10 @@ axis   what it splits
 =====  =====================================================================================
 tp     every weight matrix by rows or columns; with tp > 1 activations between them by
        sequence ("sequence parallel")
-pp     the layers, into consecutive stages
-vpp    the layers of a stage, into chunks ("virtual stages"): chunk k of stage r holds the
-       (k * pp + r)-th of the pp * vpp equal parts; takes no ranks of its own
+pp     the layers, into consecutive stages, equal ones unless ``first_layers`` or ``last_layers``
+       says what the first or the last holds: the embedding and the output head weigh too
+vpp    the layers of a stage, into equal chunks ("virtual stages"): layers go through chunk 0 of
+       every stage, then through chunk 1 of every stage; takes no ranks of its own
 cp     the tokens of every sequence: of 2 * cp chunks, rank r holds chunks r and 2 * cp - 1 - r
 dp     the batch
 ep     the experts of a layer; taken out of the tp * cp * dp ranks of a stage
@@ -44,6 +45,8 @@ class Mesh:
     ep: int = 1
     etp: int = 1
     vpp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
 
     @property
     def stage_size(self) -> int:
@@ -78,6 +81,30 @@ class Mesh:
         rows go through a chunk in groups of pp before the stage turns to its next chunk.
         """
         return self.pp if self.vpp > 1 else 1
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's ``layers`` each stage holds, its chunks together [pp].
+
+        Raises ValueError, with what divides wrong, for a number that does not fit.
+        """
+        if self.pp == 1:
+            counts = [layers]
+        else:
+            ends = {0: self.first_layers, self.pp - 1: self.last_layers}
+            given = {stage: n for stage, n in ends.items() if n is not None}
+            left, stages = layers - sum(given.values()), self.pp - len(given)
+            if left < stages or (left % stages if stages else left):
+                raise ValueError(f"{left} layers are left for {stages} equal stages")
+            counts = [given.get(stage, left // max(stages, 1)) for stage in range(self.pp)]
+        if any(n % self.vpp for n in counts):
+            raise ValueError(f"stages of {counts} layers cannot be cut into vpp {self.vpp} chunks")
+        return counts
+
+    def layers_of(self, layers: int, stage: int, chunk: int = 0) -> range:
+        """The layers that chunk ``chunk`` of stage ``stage`` holds."""
+        sizes = [n // self.vpp for n in self.stage_layers(layers)]
+        start = chunk * sum(sizes) + sum(sizes[:stage])
+        return range(start, start + sizes[stage])
 
     def coordinates(self, rank: int) -> Coordinates:
         stage, inner = divmod(rank, self.stage_size)

@@ -21,7 +21,7 @@ from megarl.config.schema import Config
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, InstallError, MegarlError
 from megarl.installed import installed, require_sound
-from megarl.models.spec import FAMILIES
+from megarl.models.spec import FAMILIES, REFUSED
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.types import Job
@@ -82,6 +82,7 @@ def check(config: Config, job: Job) -> None:
         num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
         supported_models=FAMILIES.keys(),
+        refused_models=REFUSED,
         packages=installed(),
     )
 

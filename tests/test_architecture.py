@@ -25,8 +25,8 @@ LAYERS = [
     {"types", "protocols", "config", "errors", "rundir", "installed"},
     {"ops", "mesh", "hostcomm"},
     {"algos", "models", "data"},
-    {"actor", "rollout", "sync", "checkpoint", "monitor"},
-    {"loop", "experience", "sources", "rounds", "curriculum", "stopping", "operators"},
+    {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
+    {"loop", "planning", "experience", "sources", "rounds", "curriculum", "stopping", "operators"},
     {"cli", "train", "serve", "conformance"},
 ]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -47,7 +47,7 @@ OWNERS = {
     "matplotlib": ["monitor/*", "cli.py"],
     "tensorboard": ["monitor/*", "cli.py"],
     "torch.utils.tensorboard": ["monitor/*", "cli.py"],
-    "rich": ["monitor/*", "cli.py"],
+    "rich": ["monitor/*", "plan/table.py", "cli.py"],
     "wandb": ["monitor/*"],
     "mlflow": ["monitor/*"],
     "trackio": ["monitor/*"],

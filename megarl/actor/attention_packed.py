@@ -4,6 +4,17 @@ A row holds segments one after another; attention never crosses a boundary. Segm
 share one SDPA call. Under context parallelism a rank holds, of every segment cut into 2 * cp
 chunks, chunks r and 2 * cp - 1 - r: keys and values are gathered over the group and put back in
 order, and its own queries see what lies before them.
+
+Sliding windows: with ``window`` w, the query at position i sees the keys at i - w + 1 to i.
+
+Sinks: head h has a learnt logit s_h that takes part in its softmax and has no value::
+
+    out_i = sum_j exp(z_ij) v_j / (exp(s_h) + sum_j exp(z_ij)),    z_ij = scale * q_i . k_j
+
+That is attention with one more key, seen by every query, whose logit is s_h and whose value is 0.
+Heads of a group share keys, so s_h comes with the query: with another dimension, in which queries
+hold s_h / scale, the sink's key 1 and the other keys 0, SDPA computes exactly this, and s_h has its
+gradient by plain autograd.
 """
 
 import functools
@@ -13,13 +24,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from megarl.data.packing import local_index
+
+_SINK_DIMS = 8  # one is used; fused kernels on CUDA want multiples of 8
 
 
 def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
@@ -38,10 +56,11 @@ def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
 
 @functools.lru_cache(maxsize=64)
 def _groups(
-    bounds: tuple[int, ...], cp: int, rank: int, device: torch.device
+    bounds: tuple[int, ...], cp: int, rank: int, window: int, masked: bool, device: torch.device
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """For every distinct segment length: (queries [n, l/cp] into the local row, keys [n, l] into
-    the gathered row, mask [l/cp, l] or None where plain causality serves)."""
+    the gathered row, mask [l/cp, l]). The mask is None where plain causality says the same, unless
+    it must be ``masked``. ``window`` 0: none."""
     width = bounds[-1] // cp
     where = torch.empty(bounds[-1], dtype=torch.long)  # row position -> index in the gathered row
     for r in range(cp):
@@ -57,7 +76,10 @@ def _groups(
         )  # positions of this rank's queries inside a segment
         keys = torch.tensor(first)[:, None] + torch.arange(length)
         queries = where[keys[:, inside]] - rank * width
-        mask = None if cp == 1 else (inside[:, None] >= torch.arange(length)).to(device)
+        mask = None
+        if masked or cp > 1 or 0 < window < length:
+            before = inside[:, None] - torch.arange(length)  # how far back a key lies
+            mask = ((before >= 0) & (before < (window or length))).to(device)
         groups.append((queries.to(device), where[keys].to(device), mask))
     return groups
 
@@ -65,6 +87,9 @@ def _groups(
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed rows (thd): query [T/cp, heads, d] -> [T/cp, heads
     * d].
+
+    ``softmax_offset`` [heads of this rank]: the sinks, where the configuration has them
+    (``softmax_type="learnable"``); name and meaning are those of upstream's core attention.
     """
 
     def __init__(
@@ -81,8 +106,19 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.cp_group = groups.cp
+        self.cp_group, self.tp_group = groups.cp, groups.tp
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.window = 0
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0] + 1  # upstream counts the keys before the query
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            # without it the gradient norm would count the first rank's heads alone
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(
         self,
@@ -102,7 +138,8 @@ class PackedAttention(MegatronModule):
             key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
             value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
-        groups = _groups(bounds, cp, rank, query.device)
+        masked = self.softmax_offset is not None
+        groups = _groups(bounds, cp, rank, self.window, masked, query.device)
         parts = [self._attend(query[q], key[k], value[k], mask) for q, k, mask in groups]
         order = torch.cat([q.reshape(-1) for q, _, _ in groups]).argsort()
         return torch.cat(parts)[order]
@@ -111,6 +148,8 @@ class PackedAttention(MegatronModule):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """q [n, lq, heads, d], k and v [n, l, kv_heads, d] -> [n * lq, heads * d]."""
+        if self.softmax_offset is not None:
+            q, k, v, mask = self._with_sink(q, k, v, mask)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -120,27 +159,39 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=q.size(2) != k.size(2),
         )
+        if self.softmax_offset is not None:
+            out = out[..., :-_SINK_DIMS]
         return out.transpose(1, 2).reshape(q.size(0) * q.size(1), -1)
 
+    def _with_sink(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """The same with the sink's dimension and, in front of the others, its key. Values have the
+        dimension too, with zeros: fused kernels want equal sizes.
+        """
+        assert self.softmax_offset is not None and mask is not None
+        offset = F.pad((self.softmax_offset / self.scale)[:, None], (0, _SINK_DIMS - 1))
+        q = torch.cat([q, offset.to(q.dtype).expand(*q.shape[:2], -1, -1)], -1)
+        k, v = (F.pad(x, (0, _SINK_DIMS, 0, 0, 1, 0)) for x in (k, v))
+        sink = torch.zeros(k.size(-1), dtype=k.dtype, device=k.device)
+        sink[-_SINK_DIMS] = 1.0
+        k = torch.cat([sink.expand(k.size(0), 1, k.size(2), -1), k[:, 1:]], 1)
+        return q, k, v, F.pad(mask, (1, 0), value=True)
 
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Angles for a whole packed row at once, restarting at 0 in every segment.
-
-    Upstream applies rotary embeddings segment by segment in Python unless the angles cover exactly
-    the row; then it slices them at the segments' bounds. Covering the row makes it one operation,
-    with the same angles.
-    """
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The packing itself stands in for the length; ``forward`` receives it."""
-        return next(a for a in (*args, *kwargs.values()) if isinstance(a, PackedSeqParams))
-
-    def forward(self, packing: PackedSeqParams, *args: Any, **kwargs: Any) -> torch.Tensor:
-        cu = packing.cu_seqlens_q.long()
-        lengths = cu[1:] - cu[:-1]
-        positions = torch.arange(int(cu[-1]), device=cu.device) - cu[:-1].repeat_interleave(lengths)
-        angles = torch.outer(positions.float(), self.inv_freq.to(cu.device))
-        return torch.cat([angles, angles], dim=-1)[:, None, None, :]
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """The sinks are split by heads."""
+        assert metadata is not None
+        found: ShardedStateDict = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return found
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -125,7 +125,7 @@ def build_critic(
     set, the weights below it are loaded afterwards (``state.load_model``). Collective.
     """
     dtype = dtype_of(config.precision)
-    untied = replace(spec, tie_embeddings=False)
+    untied = replace(spec, tie_embeddings=False, mtp_layers=0)
     core = build_model(untied, parallel, dtype, transformer_options(config, spec))
     if core[-1].post_process:
         core[-1].output_layer = ValueHead(core[-1].config, parallel)

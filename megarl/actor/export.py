@@ -1,8 +1,9 @@
 """The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
 
 One rank a stage, the sender, ends up with each tensor whole; no rank ever holds more than one
-bucket and, while it is gathered, one parameter of all expert ranks. Ranks outside the sender's
-groups take no part.
+bucket and, while it is gathered, one parameter of all expert ranks. Where files stack a layer's
+experts in one tensor, the sender also holds one such tensor, until its last expert is there. Ranks
+outside the sender's groups take no part.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor.model import padded_vocab
-from megarl.actor.names import global_parameters, shift_expert
+from megarl.actor.names import global_weights, shift_expert
 from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
@@ -19,7 +20,7 @@ from megarl.models.spec import ModelSpec
 
 class MegatronWeights:
     """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the
-    parameters' dtype.
+    weights' dtype.
     """
 
     def __init__(
@@ -34,9 +35,27 @@ class MegatronWeights:
         """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's
         groups.
         """
-        for name, parameter in global_parameters(self.model, self.parallel):
-            for full_name, shards in self._gather(name, parameter.detach()):
-                yield from self.mapping.to_hf(full_name, shards)
+        stack = _Stack(self.experts)
+        for name, weight in self._stack_by_stack():
+            for full_name, shards in self._gather(name, weight.detach()):
+                index = self.mapping.slice_of(full_name)
+                for hf, tensor in self.mapping.to_hf(full_name, shards):
+                    if index is None:
+                        yield hf, tensor
+                    else:
+                        yield from stack.put(hf, index, tensor)
+
+    def _stack_by_stack(self) -> list[tuple[str, torch.Tensor]]:
+        """All weights; those that end up in one HF tensor one after another."""
+        weights = list(global_weights(self.model, self.parallel))
+        first: dict[str, int] = {}
+        places = [
+            i if self.mapping.slice_of(name) is None else first.setdefault(hf, i)
+            for i, (name, _) in enumerate(weights)
+            for hf in self.mapping.hf_names(name)[:1]
+        ]
+        order = sorted(range(len(weights)), key=places.__getitem__)
+        return [weights[i] for i in order]
 
     def _gather(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """(global name, shards in tp or etp order). For an expert, one entry for each expert-
@@ -61,3 +80,22 @@ class MegatronWeights:
         mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
         for ep in range(mesh.ep):
             yield shift_expert(name, ep * local_experts), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
+
+
+class _Stack:
+    """Entries of one HF tensor after another; each tensor comes out with its last entry."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.name, self.missing = size, "", 0
+        self.tensor: torch.Tensor | None = None
+
+    def put(self, name: str, index: int, entry: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.tensor is None:
+            self.name, self.missing = name, self.size
+            self.tensor = entry.new_empty(self.size, *entry.shape)
+        assert name == self.name, (name, self.name, self.missing)
+        self.tensor[index] = entry
+        self.missing -= 1
+        if not self.missing:
+            whole, self.tensor = self.tensor, None
+            yield name, whole

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from megarl.actor.model import padded_vocab
-from megarl.actor.names import global_parameters
+from megarl.actor.names import global_weights
 from megarl.actor.setup import Parallel
-from megarl.models.hf_io import HfCheckpoint, check_complete
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import HfCheckpoint
 from megarl.models.mapping import ModelMapping, mapping_for
 from megarl.models.spec import ModelSpec
 
@@ -20,7 +21,7 @@ def load_hf_weights(
     *,
     but: str | None = None,
 ) -> None:
-    """Fill every parameter of every chunk from ``checkpoint``, ``but`` one, if any; each rank reads
+    """Fill every weight of every chunk from ``checkpoint``, ``but`` one, if any; each rank reads
     only the tensors it holds a part of.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
@@ -29,14 +30,15 @@ def load_hf_weights(
     mapping = mapping_for(spec, padded_vocab(spec))
     check_complete(checkpoint, spec)
     with torch.no_grad():
-        for name, parameter in global_parameters(model, parallel):
+        for name, weight in global_weights(model, parallel):
             if name == but:
                 continue
             rank, size = tp_place(name, mapping, parallel)
-            tensors = [checkpoint.get(hf) for hf in mapping.hf_names(name)]
+            index = mapping.slice_of(name)
+            tensors = [checkpoint.get(hf, index) for hf in mapping.hf_names(name)]
             shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)
-            assert shard.shape == parameter.shape, (name, shard.shape, parameter.shape)
-            parameter.copy_(shard)
+            assert shard.shape == weight.shape, (name, shard.shape, weight.shape)
+            weight.copy_(shard)
 
 
 def tp_place(name: str, mapping: ModelMapping, parallel: Parallel) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import (
@@ -16,16 +15,15 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.actor.arguments import transformer_config
-from megarl.actor.attention_packed import PackedAttention, PackedRotaryEmbedding, RMSNorm
+from megarl.actor.attention_packed import RMSNorm
+from megarl.actor.layers import layer_spec
+from megarl.actor.mtp import attach_mtp
 from megarl.actor.options import plain_options
+from megarl.actor.rotary import PackedRotaryEmbedding
 from megarl.actor.setup import Parallel
 from megarl.config.schema import PrecisionSection
-from megarl.models.mapping import padded_vocab_size
+from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
-
-VOCAB_MULTIPLE = (
-    64  # by the model, not by tp: a checkpoint then fits every layout whose tp divides it
-)
 
 
 def padded_vocab(spec: ModelSpec) -> int:
@@ -60,7 +58,10 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
     model = GPTModel(
         config,
         TransformerBlockSubmodules(
-            layer_specs=[_layer_spec(config, moe) for moe in mine], layer_norm=RMSNorm
+            layer_specs=[
+                layer_spec(spec, moe=moe, grouped_gemm=config.moe_grouped_gemm) for moe in mine
+            ],
+            layer_norm=RMSNorm,
         ),
         vocab_size=padded_vocab(spec),
         max_sequence_length=spec.max_positions,
@@ -71,12 +72,10 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
         rotary_base=spec.rope_theta,
         vp_stage=k,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(
-        kv_channels=spec.head_dim,
-        rotary_percent=1.0,
-        rotary_base=spec.rope_theta,
-        use_cpu_initialization=True,
-    )
+    if not spec.mla:  # whose attention has its own
+        model.rotary_pos_emb = PackedRotaryEmbedding(spec)
+    if spec.mtp_layers and model.post_process:
+        attach_mtp(model, spec)
     return model.to(parallel.device)
 
 
@@ -94,30 +93,3 @@ def wrap_ddp(
         Float16Module(chunk.config, chunk) if dtype == torch.bfloat16 else chunk for chunk in model
     ]
     return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in wrapped]
-
-
-def _layer_spec(config: Any, moe: bool) -> Any:
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts if moe else None,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    layer = spec.submodules
-    if moe and config.moe_grouped_gemm:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        layer.mlp.keywords["submodules"].experts = TESpecProvider().grouped_mlp_modules(True)
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    # Checkpoint keys as Transformer Engine's spec has them, so that CPU and GPU runs read each
-    # other's files: the local spec would file an MoE layer's second norm under mlp.linear_fc1.
-    layer.sharded_state_dict_keys_map = {
-        "input_layernorm.": "self_attention.linear_qkv.layer_norm_"
-    }
-    if not moe:
-        layer.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return spec

@@ -3,7 +3,7 @@ layer 24, expert 64.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.actor.setup import Parallel
 
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+$")
+_BUFFERS = (".router.expert_bias",)
+_EXPERT = re.compile(
+    r"(?<=local_experts\.)\d+"
+    r"|(?<=experts\.linear_fc[12]\.weight)\d+$|(?<=experts\.linear_fc[12]\.bias)\d+$"
+)
 
 
 def global_parameters(
@@ -22,11 +26,29 @@ def global_parameters(
     may be wrapped.
     """
     for chunk in map(unwrap, model):
-        config: Any = chunk.config
-        first = get_transformer_layer_offset(config, chunk.vp_stage, parallel.at.pp)
-        expert_offset = parallel.at.ep * ((config.num_moe_experts or 0) // parallel.mesh.ep)
+        rename = _renaming(chunk, parallel)
         for name, parameter in chunk.named_parameters():
-            yield shift_expert(_shift_layer(name, first), expert_offset), parameter
+            yield rename(name), parameter
+
+
+def global_weights(
+    model: Sequence[torch.nn.Module], parallel: Parallel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``global_parameters``, and the buffers that are weights: the routers' expert biases."""
+    yield from global_parameters(model, parallel)
+    for chunk in map(unwrap, model):
+        rename = _renaming(chunk, parallel)
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(_BUFFERS):
+                yield rename(name), buffer
+
+
+def _renaming(chunk: Any, parallel: Parallel) -> Callable[[str], str]:
+    """Names in the chunk -> names in a model on one rank."""
+    config: Any = chunk.config
+    first = get_transformer_layer_offset(config, chunk.vp_stage, parallel.at.pp)
+    expert_offset = parallel.at.ep * ((config.num_moe_experts or 0) // parallel.mesh.ep)
+    return lambda name: shift_expert(_shift_layer(name, first), expert_offset)
 
 
 def _shift_layer(name: str, offset: int) -> str:

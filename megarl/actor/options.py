@@ -91,8 +91,14 @@ def fuses_gradients(section: TrainSection) -> bool:
 
 
 def counts_padding_out(config: Any) -> bool:
-    """Whether a loss of Megatron's own is to be told which tokens of a row are padding."""
-    return config.moe_aux_loss_coeff > 0 or config.moe_z_loss_coeff is not None
+    """Whether routers are to be told which tokens of a row are padding: for a loss of Megatron's
+    own, or to count loads (``expert_bias.py``).
+    """
+    return (
+        config.moe_aux_loss_coeff > 0
+        or config.moe_z_loss_coeff is not None
+        or config.moe_router_enable_expert_bias
+    )
 
 
 def freeze_routers(model: list[torch.nn.Module]) -> None:

@@ -7,7 +7,9 @@ import torch
 
 
 class HostWeights:
-    """A copy of the parameters and buffers of a model's chunks as they are now."""
+    """A copy of the parameters and buffers of a model's chunks as they are now. Frozen parameters
+    are left out: they stay what they are.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._copy = [_to_host(t) for t in _tensors(chunks)]
@@ -33,7 +35,7 @@ def _tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     return [
         tensor
         for chunk in chunks
-        for tensor in (*(p.data for p in chunk.parameters()), *chunk.buffers())
+        for tensor in (*(p.data for p in chunk.parameters() if p.requires_grad), *chunk.buffers())
     ]
 
 

@@ -26,6 +26,7 @@ class Parallel:
     cp: dist.ProcessGroup
     dp_cp: dist.ProcessGroup
     pp: dist.ProcessGroup
+    stage: dist.ProcessGroup  # tp * cp * dp: all ranks that hold the same layers
     experts: (
         dist.ProcessGroup
     )  # all etp * ep shards of one replica of a stage's experts, etp fastest
@@ -87,6 +88,7 @@ def init_parallel(mesh: Mesh, *, local_rank: int = 0, seed: int, timeout_s: floa
         cp=parallel_state.get_context_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
         pp=parallel_state.get_pipeline_model_parallel_group(),
+        stage=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
         host=dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
     )

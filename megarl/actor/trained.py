@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
 
+from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.options import ddp_options, freeze_routers
@@ -57,6 +59,7 @@ class TrainedModel:
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
+        forget_routed(self.model)
         self.optimizer.zero_grad()
         found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
         return (
@@ -89,6 +92,8 @@ class TrainedModel:
         if not skip:
             ok, grad_norm, _ = self.optimizer.step()
             assert ok, "gradients are finite: checked before"
+            rate = get_model_config(self.model[0]).moe_router_bias_update_rate
+            move_expert_bias(self.model, rate, self.parallel.stage)
             metrics += [Metric(f"{self.area}/grad_norm", Max(float(grad_norm)))]
         decay = float(self.schedule.get_wd())
         return [
@@ -113,7 +118,7 @@ class TrainedModel:
         way.
         """
         bad_gradient = not all(
-            bool(torch.isfinite(buffer.grad_data).all())
+            _all_finite(buffer.grad_data)
             for chunk in self.model
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         )
@@ -151,6 +156,13 @@ class TrainedModel:
             log.error("rows of step %d kept in %s", plan.step, write_rows(self.keep_in, kept))
         except OSError as e:
             log.error("rows of step %d could not be kept in %s: %s", plan.step, self.keep_in, e)
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    """By the extremes, which are NaN where anything is: a pass of its own over every element and
+    nothing kept, where isfinite would write a flag for each.
+    """
+    return bool(torch.stack(torch.aminmax(values)).isfinite().all())
 
 
 def in_training(

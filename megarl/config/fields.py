@@ -170,6 +170,8 @@ def _describe(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {count}{_PLURAL[items[0]]}"
     if kind is type(None):
         return "null"
+    if origin is dict:
+        return "a section with any keys"
     bounds = [
         f"{sign} {getattr(m, name)}"
         for m in metadata

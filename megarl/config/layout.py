@@ -1,9 +1,11 @@
 """Does the model fit the layout? World size, and every dimension that a parallel axis divides.
 
 1. world size = tp * pp * cp * dp.
-2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts'.
+2. tp divides attention heads, key/value heads and the dense layers' inner size; etp the experts',
+   unless they have biases: then it is 1.
 3. ep divides the experts; ep * etp divides the tp * cp * dp ranks of a pipeline stage.
-4. pp divides the layers, vpp those of a stage; vpp > 1 needs pp > 1.
+4. pp divides the layers (those that first_layers and last_layers leave: the stages that these do
+   not name), vpp those of every stage; vpp, first_layers and last_layers need pp > 1.
 5. A row of ``train.row_tokens`` holds a whole chunk for each of its 2 * cp * tp shares.
 The vocabulary is padded to a multiple of tp, and the hidden size is not divided by any axis.
 """
@@ -12,10 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ParallelSection
 from megarl.errors import Problem
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_WHOLE_EXPERTS = ("gpt_oss",)  # model_type whose experts have biases: Megatron does not split them
 _NEEDED = ("model_type", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -30,6 +33,7 @@ class Dims:
     shared_ffn: int
     moe_ffn: int
     experts: int
+    whole_experts: bool  # tensor parallelism cannot split an expert
     latent: bool = False  # attention through a latent (MLA)
 
     @staticmethod
@@ -50,6 +54,7 @@ class Dims:
             or size("n_shared_experts") * moe_ffn,
             moe_ffn=moe_ffn,
             experts=experts,
+            whole_experts=hf.get("model_type") in _WHOLE_EXPERTS,
             latent=latent,
         )
 
@@ -73,6 +78,9 @@ def layout_problems(
     if p.vpp > 1 and p.pp == 1:
         accepted = "1, or parallel.pp > 1: the schedule interleaves the chunks of several stages"
         yield Problem("parallel.vpp", str(p.vpp), accepted)
+    if p.pp == 1:
+        for key, n in _named_stages(p).items():
+            yield Problem(key, str(n), "null, or parallel.pp > 1: one stage holds every layer")
     multiple = p.tp * (2 * p.cp if p.cp > 1 else 1)
     if config.train.row_tokens % multiple:
         shares = f"tp {p.tp}" if p.cp == 1 else f"2 * cp {p.cp} * tp {p.tp}"
@@ -92,20 +100,46 @@ def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
     p = config.parallel
     etp = p.etp or p.tp
     etp_key = "parallel.etp" if p.etp else "parallel.tp"
-    # one problem at a time: without stages, or of unequal size, vpp is not what is wrong
-    stage_layers = 0 if p.pp == 1 or dims.layers % p.pp else dims.layers // p.pp
     for key, degree, name, total in (
         ("parallel.tp", p.tp, "num_attention_heads", dims.heads),
         ("parallel.tp", p.tp, "num_key_value_heads", dims.kv_heads),
         ("parallel.tp", p.tp, "intermediate_size", dims.dense_ffn),
         ("parallel.tp", p.tp, "the shared experts' intermediate size", dims.shared_ffn),
         (etp_key, etp, "moe_intermediate_size", dims.moe_ffn),
-        ("parallel.pp", p.pp, "num_hidden_layers", dims.layers),
-        ("parallel.vpp", p.vpp, f"num_hidden_layers / pp {p.pp}", stage_layers),
         ("parallel.ep", p.ep, "the number of experts", dims.experts),
     ):
         if total % degree:
             yield Problem(key, str(degree), f"a divisor of {name} = {total} ({_divisors(total)})")
+    if dims.whole_experts and etp > 1:
+        found = str(p.etp) if p.etp else f"{etp}, which is tp by default"
+        yield Problem("parallel.etp", found, "1: Megatron does not split experts with biases")
+    if p.pp > 1:
+        yield from _stages(p, dims.layers)
+
+
+def _named_stages(p: ParallelSection) -> dict[str, int]:
+    given = {"parallel.first_layers": p.first_layers, "parallel.last_layers": p.last_layers}
+    return {key: n for key, n in given.items() if n is not None}
+
+
+def _stages(p: ParallelSection, layers: int) -> Iterator[Problem]:
+    """One problem at a time: of stages of unequal size, vpp is not what is wrong."""
+    given = _named_stages(p)
+    left, stages = layers - sum(given.values()), p.pp - len(given)
+    if not given and layers % p.pp:
+        accepted = f"a divisor of num_hidden_layers = {layers} ({_divisors(layers)}), "
+        yield Problem("parallel.pp", str(p.pp), accepted + "or first_layers and last_layers set")
+    elif left < stages or (left % stages if stages else left):
+        found = ", ".join(f"{n} of num_hidden_layers = {layers}" for n in given.values())
+        rest = f"for pp {p.pp} - {len(given)} = {stages} other stages, found {left} left"
+        accepted = f"a multiple of {stages} layers left {rest}" if stages else "all of them"
+        yield Problem(" and ".join(given), found, accepted)
+    else:
+        sizes = {**given, f"num_hidden_layers / pp {p.pp}": left // stages if stages else 0}
+        for name, size in sizes.items():
+            if size % p.vpp:
+                accepted = f"a divisor of {name} = {size} ({_divisors(size)})"
+                yield Problem("parallel.vpp", str(p.vpp), accepted)
 
 
 def _expert_grid(config: Config, experts: int | None) -> Iterator[Problem]:

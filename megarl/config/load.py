@@ -5,7 +5,7 @@
 2. A layer that names another ``algo.policy.name`` replaces the policy settings before it: the clip
    range of one objective never leaks into another. So it is with every choice that has a ``name``.
    A file that names an objective is a whole algorithm: nothing that earlier files set under
-   ``algo`` remains.
+   ``algo`` remains; and one with ``model.config.model_type`` a whole architecture.
 3. ``${section.key}`` and ``${oc.env:NAME}`` are resolved once, after merging.
 4. The schema checks the result. An error says where the value came from.
 """
@@ -34,9 +34,16 @@ _PLACEHOLDER = re.compile(
 )
 
 
-def load_config(files: Sequence[Path], overrides: Sequence[str]) -> Config:
-    """Merge, resolve and check. Raises ConfigError with every problem found, not only the first."""
+def load_config(
+    files: Sequence[Path], overrides: Sequence[str], *, beneath: Mapping[str, Any] | None = None
+) -> Config:
+    """Merge, resolve and check. Raises ConfigError with every problem found, not only the first.
+
+    ``beneath``: a first layer, for a command that does not need every setting a run must have.
+    """
     reader = _Reader()
+    if beneath is not None:
+        reader.start(beneath)
     for path in files:
         reader.read(Path(path), ())
     for text in overrides:
@@ -77,6 +84,9 @@ class _Reader:
         self.sources: dict[str, str] = {}  # dotted key -> the layer that set it last
         self._merged: Tree = {}
 
+    def start(self, layer: Mapping[str, Any]) -> None:
+        self._merge(dict(layer), "by default")
+
     def read(self, path: Path, parents: tuple[Path, ...]) -> None:
         """Merge a file, its includes first."""
         if path.resolve() in parents:
@@ -95,6 +105,8 @@ class _Reader:
             self.read(path.parent / name, (*parents, path.resolve()))
         if _names_an_objective(data):
             self._merged.pop("algo", None)
+        if _is_an_architecture(data) and isinstance(self._merged.get("model"), dict):
+            self._merged["model"].pop("config", None)
         self._merge(data, str(path))
 
     def _parse(self, path: Path) -> Tree | None:
@@ -314,6 +326,12 @@ def _names_an_objective(data: Tree) -> bool:
     algo = data.get("algo")
     policy = algo.get("policy") if isinstance(algo, dict) else None
     return isinstance(policy, dict) and "name" in policy
+
+
+def _is_an_architecture(data: Tree) -> bool:
+    model = data.get("model")
+    config = model.get("config") if isinstance(model, dict) else None
+    return isinstance(config, dict) and "model_type" in config
 
 
 def _without_replaced(data: Tree, layer: Tree, prefix: str = "") -> Tree:

@@ -6,7 +6,7 @@ alone can tell is checked here, what several together imply in ``validate.py``.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -56,6 +56,10 @@ class ModelSection(Section):
     """Megatron checkpoint to start from (made by tools/convert_hf_to_megatron.py or saved by a
     run).
     """
+    config: dict[str, Any] | None = None
+    """The architecture, with the keys of config.json (configs/models/): ``megarl plan`` needs no
+    folder then. A run compares it with the folder's and refuses another model.
+    """
 
 
 class ParallelSection(Section):
@@ -71,6 +75,14 @@ class ParallelSection(Section):
     """Tensor parallelism inside an expert; default: tp."""
     vpp: Positive = 1
     """Model chunks a pipeline stage holds (interleaved schedule); needs pp > 1."""
+    first_layers: Positive | None = None
+    """Layers of the first pipeline stage; default: as many as the others. Fewer make room for the
+    embedding. Needs pp > 1.
+    """
+    last_layers: Positive | None = None
+    """Layers of the last pipeline stage; default: as many as the others. Fewer make up for the
+    output head and the loss. Needs pp > 1.
+    """
 
 
 class PrecisionSection(Section):
@@ -214,8 +226,8 @@ class TrainSection(Section):
     row_buckets: Annotated[int, Field(ge=1, le=64)] = 1
     """How many lengths the rows of an optimizer step may have. 1: all are padded to the longest.
     More save padding where samples are long for a row (half of one or more): every microbatch then
-    has the shortest of the lengths that holds its rows, the same on all ranks. With parallel.pp
-    above 1 it must be 1: pipeline stages exchange activations of one size.
+    has the shortest of the lengths that holds its rows, the same on all ranks. Pipeline stages then
+    tell each other the shape of every activation they exchange.
     """
     gradient_accumulation_fusion: Literal["auto", "always", "never"] = "auto"
     """Weight gradients are added to the accumulated ones by the matrix product itself: apex's
@@ -247,7 +259,7 @@ class MonitorSection(Section):
     samples_per_step: NonNegative = 8
     """Samples of a step kept readable for ``megarl samples``."""
     record_rollouts: bool = False
-    """Keep every step's rollouts under rollouts/, for ``train_only`` runs."""
+    """Keep every step's rollouts under rollouts/, for ``train_only`` runs; a file a node."""
 
 
 class Config(Section):

@@ -34,6 +34,7 @@ def validate(
     num_gpus: int,
     hf_config: Mapping[str, Any] | None,
     supported_models: Collection[str] | None = None,
+    refused_models: Mapping[str, str] | None = None,
     check_paths: bool = True,
     packages: Installed | None = None,
 ) -> None:
@@ -42,16 +43,16 @@ def validate(
     ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
     ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
+    ``refused_models``: others that are known, and why they cannot.
     ``packages``: what this machine has installed (``installed.py``), None: not checked.
     """
     dims = None if hf_config is None else Dims.of(hf_config)
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config),
-        *_model(config, hf_config, supported_models),
+        *_model(config, hf_config, supported_models, refused_models or {}),
         *algorithm_problems(config),
         *_batch(config),
-        *_rows(config),
         *training_problems(config, dims),
         *length_problems(config, hf_config),
         *_servers(config),
@@ -97,13 +98,18 @@ def _compares_samples(config: Config) -> str | None:
 
 
 def _model(
-    config: Config, hf: Mapping[str, Any] | None, supported: Collection[str] | None
+    config: Config,
+    hf: Mapping[str, Any] | None,
+    supported: Collection[str] | None,
+    refused: Mapping[str, str],
 ) -> Iterator[Problem]:
     if hf is None or supported is None or not hf.get("model_type"):
         return
-    if hf["model_type"] not in supported:
-        found = f"{config.model.hf}, whose model_type is {hf['model_type']}"
-        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}")
+    family = hf["model_type"]
+    if family not in supported:
+        found = f"{config.model.hf}, whose model_type is {family}"
+        why = f" ({family}: {refused[family]})" if family in refused else ""
+        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}{why}")
 
 
 def _batch(config: Config) -> Iterator[Problem]:
@@ -118,13 +124,6 @@ def _batch(config: Config) -> Iterator[Problem]:
         found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
         accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
         yield Problem("data.prompts_per_step", found, accepted)
-
-
-def _rows(config: Config) -> Iterator[Problem]:
-    buckets, pp = config.train.row_buckets, config.parallel.pp
-    if buckets > 1 and pp > 1:
-        found = f"{buckets} with parallel.pp={pp}"
-        yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
 
 
 def _servers(config: Config) -> Iterator[Problem]:

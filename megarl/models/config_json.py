@@ -6,11 +6,36 @@ with, say, a wrong rotary base looks healthy for weeks.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError, Problem
+from megarl.models.parts import Yarn
+
+HARMLESS: dict[str, tuple[object, ...]] = {  # key -> values that change nothing of what is computed
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "qkv_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "attn_output_gate": (False,),
+    "use_qk_norm": (True,),
+    "attention_dropout": (0, 0.0),
+    "num_nextn_predict_layers": (0,),
+    "quantization_config": (),
+}
+_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+)
 
 
 class ConfigReader:
@@ -79,20 +104,33 @@ class ConfigReader:
         if found is not None and found != [name]:
             self.complain("architectures", found, repr([name]))
 
-    def transformer(self, layers: int, head_dim: int | None = None) -> dict[str, Any]:
+    def transformer(
+        self,
+        layers: int,
+        *,
+        head_dim: int | None = None,
+        rope_share: float | None = None,
+        rope_theta: float = 10000.0,
+        reads: Collection[str] = (),
+    ) -> dict[str, Any]:
         """The fields of ModelSpec that every decoder family here reads alike; refuses the rest.
 
         ``head_dim``: what transformers takes when the key is absent; None where it must be there.
+        ``rope_theta``: likewise. ``rope_share``: likewise of ``partial_rotary_factor``; None where
+        the family turns whole heads. ``reads``: keys of ``HARMLESS``, or layer_types, that the
+        family reads itself.
         """
-        self._refuse_unsupported(layers)
+        for key, accepted in HARMLESS.items():
+            if key not in reads:
+                self.only(key, *accepted)
+        if "layer_types" not in reads:
+            self._all_layers_alike(layers)
         heads = self.count("num_attention_heads")
         kv_heads = self.count("num_key_value_heads")
         if heads % kv_heads:
-            accepted = f"a divisor of num_attention_heads={heads}"
-            self.complain("num_key_value_heads", kv_heads, accepted)
+            accepted_heads = f"a divisor of num_attention_heads={heads}"
+            self.complain("num_key_value_heads", kv_heads, accepted_heads)
         size = self.count("head_dim", default=head_dim)
-        if size % 2:
-            self.complain("head_dim", size, "an even number (rotary embedding turns pairs)")
         vocab = self.count("vocab_size")
         return {
             "hidden": self.count("hidden_size"),
@@ -101,7 +139,7 @@ class ConfigReader:
             "kv_heads": kv_heads,
             "head_dim": size,
             "vocab": vocab,
-            "rope_theta": self.rope_theta(default=10000.0),
+            **self.rotary(size, rope_share, rope_theta),
             "norm_eps": self.number("rms_norm_eps"),
             "tie_embeddings": self.flag("tie_word_embeddings", default=False),
             "qk_norm": True,
@@ -111,45 +149,93 @@ class ConfigReader:
             "eos_ids": self.eos_ids(vocab),
         }
 
-    def _refuse_unsupported(self, layers: int) -> None:
-        self.only("hidden_act", "silu")
-        for key in ("attention_bias", "qkv_bias", "mlp_bias"):
-            self.only(key, False)
-        for key in ("use_sliding_window", "attn_output_gate"):
-            self.only(key, False)
-        self.only("use_qk_norm", True)
-        self.only("attention_dropout", 0, 0.0)
-        self.only("num_nextn_predict_layers", 0)
-        self.only("quantization_config")
+    def _all_layers_alike(self, layers: int) -> None:
         kinds = self.values.get("layer_types")
         if kinds is not None and kinds != ["full_attention"] * layers:
             self.complain("layer_types", kinds, f"num_hidden_layers={layers} times full_attention")
 
-    def rope_theta(self, default: float) -> float:
-        """The rotary base from the new key (rope_parameters) or the old; nothing else may be on.
+    def rotary(
+        self, size: int, share: float | None = None, default_theta: float = 10000.0
+    ) -> dict[str, Any]:
+        """``rope_theta``, ``rope_share`` and ``yarn`` of a head of ``size`` dimensions.
 
-        Refused: scaling of any kind (yarn, linear, ...), rotation of a part of the head, and two
-        different bases. ``default`` is what transformers takes when neither key is there.
+        Read from the new key (rope_parameters) or the old ones; contradictory values are refused,
+        and so is every scaling but YaRN. ``share``: as ``transformer``'s ``rope_share``.
         """
-        bases: dict[str, object] = {}
-        if self.values.get("rope_theta") is not None:
-            bases["rope_theta"] = self.values["rope_theta"]
-        for key in ("rope_parameters", "rope_scaling"):
-            block = self.values.get(key)
-            if block is None:
-                continue
-            if not isinstance(block, dict):
-                self.complain(key, block, "an object or null")
-                continue
+        blocks = {key: self._rope_block(key) for key in ("rope_parameters", "rope_scaling")}
+        theta = self._rope_value("rope_theta", default_theta, blocks)
+        found = self._rope_value("partial_rotary_factor", share or 1.0, blocks)
+        if found != 1 and (share is None or found > 1):
+            self.complain("partial_rotary_factor", found, "1" if share is None else "at most 1")
+        elif int(size * found) % 2:
+            self.complain("head_dim", size, "an even number (rotary embedding turns pairs)")
+        scaled = [(key, block) for key, block in blocks.items() if _kind(block) != "default"]
+        yarn = None
+        for key, block in scaled:
+            if _kind(block) != "yarn":
+                self.complain(f"{key}.{_kind_key(block)}", _kind(block), "default or yarn")
+            else:
+                yarn = self._yarn(key, block)
+        if len(scaled) == 2 and blocks["rope_parameters"] != blocks["rope_scaling"]:
+            self.complain(" and ".join(blocks), list(blocks.values()), "one of them")
+        return {
+            "rope_theta": theta,
+            "rope_share": found,
+            "yarn": yarn,
+        }
+
+    def _yarn(self, key: str, block: Mapping[str, Any]) -> Yarn:
+        known = set(_YARN) | {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
+        for name in sorted(set(block) - known):
+            self.complain(f"{key}.{name}", block[name], f"one of {', '.join(sorted(known))}")
+        values = {name: block.get(name) for name in _YARN}
+        factor = self.check_number(f"{key}.factor", values["factor"])
+        # transformers takes these two into account together or not at all
+        scale, scale_all = (
+            self.check_number(f"{key}.{name}", values[name]) if values[name] else 0.0
+            for name in ("mscale", "mscale_all_dim")
+        )
+        if bool(scale) != bool(scale_all):
+            found = [values["mscale"], values["mscale_all_dim"]]
+            self.complain(f"{key}.mscale and mscale_all_dim", found, "both or none of them")
+        scale = scale if scale_all else 1.0
+        of_cos = _mscale(factor, scale) / _mscale(factor, scale_all)
+        said = values["attention_factor"]
+        if said is not None and not math.isclose(_as_number(said), of_cos, rel_tol=1e-6):
+            self.complain(f"{key}.attention_factor", said, f"{of_cos:g}, which the rest implies")
+        truncate = values["truncate"]
+        positions = values["original_max_position_embeddings"]
+        return Yarn(
+            factor=factor,
+            original_positions=int(
+                self.check_number(f"{key}.original_max_position_embeddings", positions)
+            ),
+            beta_fast=self.check_number(f"{key}.beta_fast", values["beta_fast"] or 32),
+            beta_slow=self.check_number(f"{key}.beta_slow", values["beta_slow"] or 1),
+            mscale=float(scale),
+            mscale_all_dim=float(scale_all),
+            truncate=True if truncate is None else bool(truncate),
+        )
+
+    def _rope_block(self, key: str) -> Mapping[str, Any]:
+        block = self.values.get(key) or {}
+        if not isinstance(block, dict):
+            self.complain(key, block, "an object or null")
+            return {}
+        if _kind(block) == "default":
             for name, value in block.items():
-                if name == "rope_theta" and value is not None:
-                    bases[f"{key}.rope_theta"] = value
-                elif not _plain_rope(name, value):
+                if name not in ("rope_theta", "partial_rotary_factor", "rope_type", "type"):
                     self.complain(f"{key}.{name}", value, "plain rotary embedding")
-        self.only("partial_rotary_factor", 1.0, 1)
-        if len(set(map(repr, map(_as_float, bases.values())))) > 1:
-            self.complain(" and ".join(bases), list(bases.values()), "equal values")
-        key, value = next(iter(bases.items()), ("rope_theta", default))
+        return block
+
+    def _rope_value(
+        self, name: str, default: float, blocks: Mapping[str, Mapping[str, Any]]
+    ) -> float:
+        places = {name: self.values, **{f"{key}.{name}": b for key, b in blocks.items()}}
+        found = {k: v[name] for k, v in places.items() if v.get(name) is not None}
+        if len(set(map(repr, map(_as_float, found.values())))) > 1:
+            self.complain(" and ".join(found), list(found.values()), "equal values")
+        key, value = next(iter(found.items()), (name, default))
         return self.check_number(key, value)
 
     def dtype(self) -> str:
@@ -180,10 +266,20 @@ class ConfigReader:
         return tuple(ids)
 
 
-def _plain_rope(name: str, value: object) -> bool:
-    if name in ("rope_type", "type"):
-        return value in (None, "default")
-    return name == "partial_rotary_factor" and value in (None, 1, 1.0)
+def _kind_key(block: Mapping[str, Any]) -> str:
+    return "rope_type" if block.get("rope_type") is not None else "type"
+
+
+def _kind(block: Mapping[str, Any]) -> str:
+    return str(block.get(_kind_key(block)) or "default")
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _as_number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _as_float(value: object) -> object:

@@ -22,6 +22,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,6 @@ import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.models.mapping import mapping_for
-from megarl.models.spec import ModelSpec
 from megarl.types import TensorSpec
 
 INDEX = "model.safetensors.index.json"
@@ -80,17 +79,23 @@ class HfCheckpoint:
     def dtype(self, name: str) -> torch.dtype:
         return self._place(name).dtype
 
-    def get(self, name: str) -> Tensor:
-        """The tensor in memory of its own, in the dtype of the file."""
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """The tensor, or ``tensor[index]``, in memory of its own, in the dtype of the file. Nothing
+        else is read.
+        """
         place = self._place(name)
-        if place.begin == place.end:
-            return torch.empty(place.shape, dtype=place.dtype)
-        buffer = bytearray(place.end - place.begin)
+        begin, end, shape = place.begin, place.end, place.shape
+        if index is not None:
+            size, shape = (end - begin) // shape[0], shape[1:]
+            begin, end = begin + index * size, begin + (index + 1) * size
+        if begin == end:
+            return torch.empty(shape, dtype=place.dtype)
+        buffer = bytearray(end - begin)
         with place.file.open("rb") as file:
-            file.seek(place.begin)
+            file.seek(begin)
             if file.readinto(buffer) != len(buffer):
                 raise DataError(f"{place.file}: cut short while open; tensor {name} is incomplete")
-        return torch.frombuffer(buffer, dtype=place.dtype).reshape(place.shape)
+        return torch.frombuffer(buffer, dtype=place.dtype).reshape(shape)
 
     def _place(self, name: str) -> _Place:
         if name not in self._places:
@@ -121,33 +126,6 @@ def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
         if name not in headers[file]:
             raise DataError(f"{folder / file} lacks tensor {name}, which {INDEX} puts there")
     return HfCheckpoint(folder, {name: headers[file][name] for name, file in index.items()})
-
-
-def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
-    """Refuse a checkpoint that is not exactly the model of ``spec``: every fault in one DataError.
-
-    Tied embeddings: published checkpoints often store ``lm_head.weight`` all the same. It is
-    accepted where it equals the embedding bit for bit, and is not written back.
-    """
-    expected = {t.name: t.shape for t in mapping_for(spec).hf_spec()}
-    found = set(checkpoint.names())
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if spec.tie_embeddings and {head, embedding} <= found:
-        if not torch.equal(checkpoint.get(head), checkpoint.get(embedding)):
-            fault = f"tie_word_embeddings is true, but {head} differs from {embedding}"
-            raise DataError(f"{checkpoint.folder}: {fault}")
-        found.discard(head)
-    faults = [f"missing {name} {list(expected[name])}" for name in sorted(set(expected) - found)]
-    faults += [f"not part of the model: {name}" for name in sorted(found - set(expected))]
-    for name in sorted(found & set(expected)):
-        shape = checkpoint.shape(name)
-        if shape != expected[name]:
-            implied = f"config.json implies {list(expected[name])}"
-            faults.append(f"{name}: found {list(shape)}; {implied}")
-    if faults:
-        shown = [*faults[:20], f"and {len(faults) - 20} more"] if len(faults) > 20 else faults
-        title = f"{checkpoint.folder}: tensors and config.json do not fit ({len(faults)} faults)"
-        raise DataError("\n  ".join([title, *shown]))
 
 
 def write_checkpoint(
@@ -353,7 +331,7 @@ def _write_tensor(path: Path, tensor: Tensor, spec: TensorSpec, offset: int) -> 
 
 
 def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
-    """The source's files as they are, but for config.json's dtype if the weights have another."""
+    """The source's files as they are, but for config.json's dtype if most weights have another."""
     for name in COPIED:
         if (source / name).exists():
             shutil.copyfile(source / name, folder / name)
@@ -361,10 +339,10 @@ def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> N
     if not config_path.exists():
         raise DataError(f"{source} holds no config.json to go with the weights")
     config = json.loads(config_path.read_text(encoding="utf-8"))
-    dtypes = {spec.dtype for spec in specs}
+    dtype, _ = Counter(spec.dtype for spec in specs).most_common(1)[0]
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if len(dtypes) == 1 and config.get(key) not in dtypes:
-        config[key] = dtypes.pop()
+    if config.get(key) != dtype:
+        config[key] = dtype
         config_path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

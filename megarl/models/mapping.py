@@ -1,10 +1,7 @@
 """Megatron parameters <-> Hugging Face tensors: a table of rules, each read in both directions.
 
-A rule says: this Megatron parameter is made of these HF tensors by this operator. An operator is
-two inverse pairs, and all of them only move elements, so each way is exact bit for bit::
-
-    HF tensors --to_megatron--> full parameter --split--> the shard of one tensor-parallel rank
-    HF tensors <----to_hf------ full parameter <--merge-- all shards in rank order
+A rule says: this Megatron parameter is made of these HF tensors by this operator
+(``operators.py``); operators only move elements, so each way is exact bit for bit.
 
 Parameters are called by the names of a GPTModel that holds the whole model. Under pipeline or
 expert parallelism a rank numbers its own layers and experts from 0; turning those into the global
@@ -14,149 +11,36 @@ and grouped experts. Experts are split over the expert tensor-parallel ranks: wh
 says so, the caller passes etp's rank and size as ``tp_rank`` and ``tp_size``. Splitting experts
 over EP needs nothing: an expert is a parameter of its own.
 
+Multi-token prediction layer k is ``mtp.layers.{k}`` in Megatron and layer ``num_hidden_layers + k``
+in files. Its transformer layer follows the rules of the others; what only it has, has rules of its
+own (``where="mtp"``). It shares the embedding and the head, of which files hold ``copies``.
+
 Padding rows of the vocabulary exist only in Megatron: zero on import, dropped on export. Zero rows
 give logit 0, not minus infinity: whoever computes a softmax must leave columns >= vocab out.
-
-Letters: V vocabulary, H hidden, G KV groups, R query heads a group, D head dim, I an MLP's width.
 """
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from megarl.errors import DataError, Problem
+from megarl.models.operators import OPERATORS, Operator
+from megarl.models.parts import Mla
 from megarl.models.spec import FAMILIES, ModelSpec
 from megarl.types import TensorSpec
 
-Axis = Literal[0, 1] | None
-COLUMN: Axis = 0  # output features are split
-ROW: Axis = 1  # input features are split
-REPLICATED: Axis = None
+# Of the embedding's rows in training. By the model, not by tp: a checkpoint then fits every layout
+# whose tp divides it.
+VOCAB_MULTIPLE = 64
 
-
-class Operator(Protocol):
-    """How one Megatron parameter and its HF tensors turn into each other."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether tensor parallelism splits the parameter; if not, every rank holds all of it."""
-        ...
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor: ...
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]: ...
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor: ...
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Copy:
-    """The same tensor on both sides, split along ``axis``."""
-
-    axis: Axis
-
-    @property
-    def sharded(self) -> bool:
-        return self.axis is not None
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return tensors[0]
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [tensor]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return tensor if self.axis is None else _part(tensor, rank, size, self.axis)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return shards[0] if self.axis is None else torch.cat(list(shards), self.axis)
-
-
-@dataclass(frozen=True)
-class Qkv:
-    """q [G*R*D, H], k and v [G*D, H] <-> one matrix whose rows go group by group.
-
-    ``linear_qkv = [q_0 .. q_R-1, k, v]`` of group 0, of group 1, ...; a rank owns whole groups.
-    """
-
-    sharded = True
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        grouped = [t.reshape(spec.kv_heads, -1, t.shape[-1]) for t in tensors]
-        return torch.cat(grouped, 1).flatten(0, 1)
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        q = spec.heads // spec.kv_heads * spec.head_dim
-        grouped = tensor.reshape(spec.kv_heads, q + 2 * spec.head_dim, tensor.shape[-1])
-        parts = grouped.split([q, spec.head_dim, spec.head_dim], 1)
-        return [part.flatten(0, 1) for part in parts]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        _check_divides(size, spec.kv_heads, "KV groups")
-        return _part(tensor, rank, size, 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(shards), 0)
-
-
-@dataclass(frozen=True)
-class GateUp:
-    """gate [I, H], up [I, H] <-> fc1 [2I, H] = [gate; up]; a rank's shard is [its gate; its up]."""
-
-    sharded = True
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(tensors), 0)
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return list(tensor.chunk(2, 0))
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return torch.cat([_part(half, rank, size, 0) for half in tensor.chunk(2, 0)], 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        halves = [shard.chunk(2, 0) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
-
-
-@dataclass(frozen=True)
-class Vocab:
-    """[V, H] <-> [padded V, H], split by rows; the padding is zero and never leaves Megatron."""
-
-    padded: int
-    sharded = True
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        (tensor,) = tensors
-        padding = tensor.new_zeros(self.padded - spec.vocab, *tensor.shape[1:])
-        return torch.cat([tensor, padding], 0) if len(padding) else tensor
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [tensor[: spec.vocab]]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return _part(tensor, rank, size, 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(shards), 0)
-
-
-OPERATORS: dict[str, Callable[[int], Operator]] = {  # name in a table -> made for a padded vocab
-    "replicated": lambda padded: Copy(REPLICATED),
-    "column": lambda padded: Copy(COLUMN),
-    "row": lambda padded: Copy(ROW),
-    "qkv": lambda padded: Qkv(),
-    "gate_up": lambda padded: GateUp(),
-    "vocab": lambda padded: Vocab(padded),
-}
+_DECODER = "decoder.layers.{}."
+_MTP = "mtp.layers.{}.mtp_model_layer."  # the transformer layer of a multi-token prediction layer
+_OF_MTP = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 
 
 @dataclass(frozen=True)
@@ -164,16 +48,25 @@ class Rule:
     """One line of a family's table.
 
     ``where``: model (once), layer (every layer), dense or moe (layers of that kind), expert (every
-    expert of every MoE layer). ``{L}`` and ``{E}`` stand for the layer and the expert.
-    ``megatron``: the spellings, any of which may occur. ``hf``: (name, dims), dims by ``dims_of``.
+    expert of every MoE layer), mtp (every multi-token prediction layer). ``{L}`` and ``{E}`` stand
+    for the layer and the expert; in a Megatron name of ``mtp``, ``{K}`` for the layer's number
+    among its kind. ``megatron``: the spellings, any of which may occur. ``hf``: (name, dims), dims
+    by ``dims_of``.
     ``tied_to``: the HF tensor that stands in when embeddings are tied; nothing is exported then.
+    ``copies``: where files hold the same tensor once more for multi-token prediction layer ``{L}``.
+    ``dtype``: of the tensor, whatever the model's is.
+    ``stacked``: files hold the layer's experts in one tensor, [experts, *dims]; the parameter is
+    entry ``{E}`` of it.
     """
 
-    where: Literal["model", "layer", "dense", "moe", "expert"]
+    where: Literal["model", "layer", "dense", "moe", "expert", "mtp"]
     megatron: tuple[str, ...]
     hf: tuple[tuple[str, tuple[str, ...]], ...]
     operator: str
     tied_to: str | None = None
+    copies: str | None = None
+    dtype: str | None = None
+    stacked: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +76,10 @@ class _Match:
 
     def hf(self, dims: dict[str, int]) -> list[tuple[str, tuple[int, ...]]]:
         return [(n.format(**self.numbers), tuple(dims[d] for d in ds)) for n, ds in self.rule.hf]
+
+
+class FamilyRules(Protocol):
+    def __call__(self, spec: ModelSpec) -> tuple[Rule, ...]: ...
 
 
 class ModelMapping:
@@ -196,7 +93,8 @@ class ModelMapping:
         self._dims = dims_of(spec)
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them.
+        """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them; or of
+        which it takes entry ``slice_of(name)``.
 
         Raises DataError for a parameter no rule knows.
         """
@@ -205,10 +103,39 @@ class ModelMapping:
             return (match.rule.tied_to,)
         return tuple(hf for hf, _ in match.hf(self._dims))
 
+    def slice_of(self, name: str) -> int | None:
+        """Where in its HF tensors parameter ``name`` is; None where it is all of them."""
+        match = self._match(name)
+        return match.numbers["E"] if match.rule.stacked else None
+
     def exported(self, name: str) -> list[tuple[str, tuple[int, ...]]]:
         """(HF name, shape) of what ``to_hf(name, ...)`` returns; none for a tied output layer."""
-        match = self._match(name)
-        return [] if match.rule.tied_to and self.spec.tie_embeddings else match.hf(self._dims)
+        return self._exported(self._match(name))
+
+    def _exported(self, match: _Match) -> list[tuple[str, tuple[int, ...]]]:
+        if match.rule.tied_to and self.spec.tie_embeddings:
+            return []
+        found = match.hf(self._dims)
+        return found + [(copy, found[0][1]) for copy in self._copies(match.rule)]
+
+    def _in_files(self, match: _Match) -> list[tuple[str, tuple[int, ...]]]:
+        """Whole tensors, of the first of the parameters that share them."""
+        if not match.rule.stacked:
+            return self._exported(match)
+        whole = [(name, (self.spec.experts, *shape)) for name, shape in self._exported(match)]
+        return whole if match.numbers["E"] == 0 else []
+
+    def _copies(self, rule: Rule) -> list[str]:
+        return [rule.copies.format(L=layer) for layer in self._mtp_layers if rule.copies]
+
+    def copies(self) -> dict[str, str]:
+        """HF tensors that repeat another, and which. A checkpoint may lack them."""
+        return {
+            copy: rule.hf[0][0]
+            for rule in self.rules
+            if not (rule.tied_to and self.spec.tie_embeddings)
+            for copy in self._copies(rule)
+        }
 
     def is_expert(self, name: str) -> bool:
         return self._match(name).rule.where == "expert"
@@ -241,15 +168,17 @@ class ModelMapping:
 
     def to_hf(self, name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """(HF name, whole tensor) pairs of one parameter, from its shards in tensor-parallel order.
+        Entry ``slice_of(name)`` of the HF tensor, where that is not None.
 
         For a parameter that is not sharded one tensor is enough, the first is taken.
         """
         match = self._match(name)
-        exported = self.exported(name)
+        exported = self._exported(match)
         if not exported:
             return []
         operator = self._operator(match)
         tensors = operator.to_hf(operator.merge(shards, self.spec), self.spec)
+        tensors += tensors[:1] * (len(exported) - len(tensors))  # copies
         for (hf, shape), tensor in zip(exported, tensors, strict=True):
             assert tuple(tensor.shape) == shape, (name, hf, tuple(tensor.shape), shape, len(shards))
         return [(hf, t.contiguous()) for (hf, _), t in zip(exported, tensors, strict=True)]
@@ -257,18 +186,25 @@ class ModelMapping:
     def hf_spec(self, dtype: str | None = None) -> list[TensorSpec]:
         """Every tensor of the model's HF checkpoint, in the order of the layers.
 
-        ``dtype``: of the checkpoint meant; default the one config.json declares.
+        ``dtype``: of the checkpoint meant; default the one config.json declares. A rule's own
+        goes before.
         """
         return [
-            TensorSpec(name, shape, dtype or self.spec.dtype)
+            TensorSpec(name, shape, match.rule.dtype or dtype or self.spec.dtype)
             for match in self._everything()
-            if not (match.rule.tied_to and self.spec.tie_embeddings)
-            for name, shape in match.hf(self._dims)
+            for name, shape in self._in_files(match)
         ]
 
     def megatron_names(self) -> list[str]:
         """Every parameter of the whole model, in each rule's first spelling."""
-        return [match.rule.megatron[0].format(**match.numbers) for match in self._everything()]
+        return [self._megatron_name(match) for match in self._everything()]
+
+    def _megatron_name(self, match: _Match) -> str:
+        number = match.numbers.get("L", 0) - self.spec.layers
+        name = match.rule.megatron[0].format(**match.numbers, K=number)
+        if number < 0:
+            return name
+        return name.replace(_DECODER.format(match.numbers["L"]), _MTP.format(number))
 
     def _everything(self) -> Iterator[_Match]:
         """Rules outside the layers keep their place in the table: before or after the layers."""
@@ -276,20 +212,33 @@ class ModelMapping:
         first = self.rules.index(in_layers[0])
         yield from (_Match(rule, {}) for rule in self.rules[:first] if rule.where == "model")
         for layer, is_moe in enumerate(self.spec.moe_layers):
-            absent = "dense" if is_moe else "moe"
-            for rule in in_layers:
-                if rule.where == "expert" and is_moe:
-                    experts = range(self.spec.experts)
-                    yield from (_Match(rule, {"L": layer, "E": e}) for e in experts)
-                elif rule.where not in ("expert", absent):
-                    yield _Match(rule, {"L": layer})
+            kinds = {"layer", "moe", "expert"} if is_moe else {"layer", "dense"}
+            yield from self._of_layer(layer, kinds)
+        for layer in self._mtp_layers:
+            yield from self._of_layer(layer, {"layer", "moe", "expert", "mtp"})
         yield from (_Match(rule, {}) for rule in self.rules[first:] if rule.where == "model")
 
+    def _of_layer(self, layer: int, kinds: set[str]) -> Iterator[_Match]:
+        for rule in self.rules:
+            if rule.where == "expert" and "expert" in kinds:
+                yield from (_Match(rule, {"L": layer, "E": e}) for e in range(self.spec.experts))
+            elif rule.where in kinds:
+                yield _Match(rule, {"L": layer})
+
+    @property
+    def _mtp_layers(self) -> range:
+        """Their numbers in files."""
+        return range(self.spec.layers, self.spec.layers + self.spec.mtp_layers)
+
     def _match(self, name: str) -> _Match:
+        plain = _OF_MTP.sub(lambda m: _DECODER.format(self.spec.layers + int(m[1])), name)
         for pattern, rule in self._patterns:
-            found = pattern.fullmatch(name)
+            found = pattern.fullmatch(plain)
             if found:
-                return _Match(rule, {k: int(v) for k, v in found.groupdict().items()})
+                numbers = {k: int(v) for k, v in found.groupdict().items()}
+                if "K" in numbers:
+                    numbers["L"] = self.spec.layers + numbers["K"]
+                return _Match(rule, numbers)
         raise DataError(f"no rule of family {self.spec.family} maps the Megatron parameter {name}")
 
     def _operator(self, match: _Match) -> Operator:
@@ -302,8 +251,8 @@ class ModelMapping:
 
 def mapping_for(spec: ModelSpec, padded_vocab: int | None = None) -> ModelMapping:
     """The mapping of a model whose embedding has ``padded_vocab`` rows in Megatron."""
-    rules = cast(tuple[Rule, ...], importlib.import_module(FAMILIES[spec.family]).RULES)
-    return ModelMapping(spec, rules, padded_vocab or spec.vocab)
+    rules = cast(FamilyRules, importlib.import_module(FAMILIES[spec.family]).rules)
+    return ModelMapping(spec, rules(spec), padded_vocab or spec.vocab)
 
 
 def padded_vocab_size(vocab: int, multiple: int) -> int:
@@ -317,6 +266,7 @@ def layout_problems(spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
         ("parallel.tp", tp, "num_attention_heads", spec.heads),
         ("parallel.tp", tp, "num_key_value_heads", spec.kv_heads),
         ("parallel.tp", tp, "intermediate_size", 0 if all(spec.moe_layers) else spec.ffn),
+        ("parallel.tp", tp, "the width of the shared experts", spec.shared_ffn),
         ("parallel.etp", etp, "moe_intermediate_size", spec.moe_ffn),
     ]
     return [Problem(k, str(n), f"a divisor of {what}={v}") for k, n, what, v in sizes if v % n]
@@ -324,28 +274,27 @@ def layout_problems(spec: ModelSpec, tp: int, etp: int) -> list[Problem]:
 
 def dims_of(spec: ModelSpec) -> dict[str, int]:
     """The words of the tables' dims."""
+    mla = spec.mla or Mla(q_rank=0, kv_rank=0, nope_dim=0, rope_dim=0, value_dim=0)
     return {
         "vocab": spec.vocab,
         "hidden": spec.hidden,
         "q": spec.heads * spec.head_dim,
         "kv": spec.kv_heads * spec.head_dim,
+        "heads": spec.heads,
         "head_dim": spec.head_dim,
         "ffn": spec.ffn,
         "moe_ffn": spec.moe_ffn,
+        "moe_ffn_twice": 2 * spec.moe_ffn,
         "experts": spec.experts,
+        "shared_ffn": spec.shared_ffn,
+        "hidden_twice": 2 * spec.hidden,
+        "q_rank": mla.q_rank,
+        "kv_rank": mla.kv_rank,
+        "kv_rank_and_rope": mla.kv_rank + mla.rope_dim,
+        "keys_and_values": spec.heads * (mla.nope_dim + mla.value_dim),
+        "values": spec.heads * mla.value_dim,
     }
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    escaped = re.escape(template).replace(r"\{L\}", r"(?P<L>\d+)").replace(r"\{E\}", r"(?P<E>\d+)")
-    return re.compile(escaped)
-
-
-def _part(tensor: Tensor, rank: int, size: int, axis: int) -> Tensor:
-    _check_divides(size, tensor.shape[axis], f"entries of dimension {axis}")
-    return tensor.chunk(size, axis)[rank]
-
-
-def _check_divides(size: int, total: int, what: str) -> None:
-    if total % size:
-        raise DataError(f"{total} {what} cannot be split over tensor-parallel size {size}")
+    return re.compile(re.sub(r"\\\{([LEK])\\\}", r"(?P<\1>\\d+)", re.escape(template)))

@@ -2,40 +2,13 @@
 
 from megarl.models.config_json import ConfigReader
 from megarl.models.mapping import Rule
-from megarl.models.qwen3 import ATTENTION, DENSE_MLP, EMBEDDING, FINAL_NORM, HEAD
+from megarl.models.qwen3 import ATTENTION
+from megarl.models.rules import DENSE_MLP, EMBEDDING, EXPERTS, FINAL_NORM, HEAD, ROUTER
 from megarl.models.spec import ModelSpec
 
-MOE = (
-    Rule(
-        "moe",
-        ("decoder.layers.{L}.mlp.router.weight",),
-        (("model.layers.{L}.mlp.gate.weight", ("experts", "hidden")),),
-        "replicated",
-    ),
-    Rule(
-        "expert",
-        (
-            "decoder.layers.{L}.mlp.experts.local_experts.{E}.linear_fc1.weight",
-            "decoder.layers.{L}.mlp.experts.linear_fc1.weight{E}",
-        ),
-        (
-            ("model.layers.{L}.mlp.experts.{E}.gate_proj.weight", ("moe_ffn", "hidden")),
-            ("model.layers.{L}.mlp.experts.{E}.up_proj.weight", ("moe_ffn", "hidden")),
-        ),
-        "gate_up",
-    ),
-    Rule(
-        "expert",
-        (
-            "decoder.layers.{L}.mlp.experts.local_experts.{E}.linear_fc2.weight",
-            "decoder.layers.{L}.mlp.experts.linear_fc2.weight{E}",
-        ),
-        (("model.layers.{L}.mlp.experts.{E}.down_proj.weight", ("hidden", "moe_ffn")),),
-        "row",
-    ),
-)
 
-RULES = (EMBEDDING, *ATTENTION, *DENSE_MLP, *MOE, FINAL_NORM, HEAD)
+def rules(spec: ModelSpec) -> tuple[Rule, ...]:
+    return (EMBEDDING, *ATTENTION, *DENSE_MLP, ROUTER, *EXPERTS, FINAL_NORM, HEAD)
 
 
 def read(config: ConfigReader) -> ModelSpec:

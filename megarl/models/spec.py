@@ -13,46 +13,19 @@ from typing import Any, Protocol, cast
 
 from megarl.errors import DataError, Problem
 from megarl.models.config_json import ConfigReader
+from megarl.models.parts import DeltaNet, Mla, Yarn
 
-FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` and `RULES`
+FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` and `rules`
+    "deepseek_v3": "megarl.models.deepseek_v3",
+    "glm4_moe": "megarl.models.glm4_moe",
+    "gpt_oss": "megarl.models.gpt_oss",
     "qwen3": "megarl.models.qwen3",
     "qwen3_moe": "megarl.models.qwen3_moe",
 }
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN scaling of rotary angles (Peng et al. 2023), names as in config.json."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True  # bounds of the ramp are whole dimensions
-
-
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention: sizes of its projections. ``head_dim`` is nope + rope."""
-
-    q_rank: int  # 0: queries are projected directly
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """Gated delta-rule linear attention (Qwen3-Next)."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_kernel: int
+REFUSED: dict[str, str] = {  # model_type -> why it cannot be trained (docs/model-families.md)
+    "qwen3_next": "megatron-core 0.19.2 computes gated delta nets of packed sequences with the GPU "
+    "kernels of flash-linear-attention alone",
+}
 
 
 @dataclass(frozen=True)
@@ -165,7 +138,8 @@ def spec_of(config: ConfigReader) -> ModelSpec:
     """``read_spec`` of values that are at hand."""
     family = config.values.get("model_type")
     if family not in FAMILIES:
-        accepted = f"one of {', '.join(sorted(FAMILIES))}"
+        why = f" ({family}: {REFUSED[family]})" if family in REFUSED else ""
+        accepted = f"one of {', '.join(sorted(FAMILIES))}{why}"
         raise DataError(str(Problem(f"{config.where}: model_type", repr(family), accepted)))
     read = cast(FamilyReader, importlib.import_module(FAMILIES[family]).read)
     spec = read(config)

@@ -16,26 +16,24 @@
 """
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.rollout.embedded_kernels import DENSE_EXPERTS, ROW_ATTENTION, has_dense_form
 
 log = logging.getLogger(__name__)
 
+Mask = torch.Tensor | dict[str, torch.Tensor]  # True: visible
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_DENSE_EXPERTS = "megarl_dense"
-_ROW_ATTENTION = "megarl_rows"
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
@@ -49,7 +47,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
-            attn_implementation=_ROW_ATTENTION,
+            attn_implementation=ROW_ATTENTION,
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
@@ -156,13 +154,15 @@ class SlotModel:
         self.context_length = context_length
         self.vocab_size: int = self.config.vocab_size
         self.eos_ids = _eos_ids(folder, self.module)
+        kinds = getattr(self.config, "layer_types", None) or []
+        self._window = self.config.sliding_window if "sliding_attention" in kinds else 0
         self._routing: list[torch.Tensor] = []
         self._experts = [m for m in self.module.modules() if _is_experts(m)]
         self._check_supported()
         for experts in self._experts:
             experts.register_forward_pre_hook(self._record_routing, with_kwargs=True)
         if fixed_shape and self._experts:
-            self.module.set_experts_implementation(_DENSE_EXPERTS)
+            self.module.set_experts_implementation(DENSE_EXPERTS)
         self.cache = SlotCache(num_slots, context_length)
 
     @property
@@ -182,9 +182,9 @@ class SlotModel:
         kv_length = self.context_length if self.fixed_shape else int(positions.max()) + 1
         place = torch.from_numpy(positions).to(self.device)
         self.cache.aim(torch.from_numpy(slots).to(self.device), place, kv_length, in_place=in_place)
-        visible = torch.arange(kv_length, device=self.device)[None] <= place[:, None]
+        mask = self._mask(place, kv_length, lambda visible: visible[:, None, None])
         ids = torch.from_numpy(tokens).to(self.device)[:, None]
-        logits = self._forward(ids, place[:, None], visible[:, None, None])
+        logits = self._forward(ids, place[:, None], mask)
         return logits[:, 0].float(), self._take_routing()
 
     @torch.inference_mode()
@@ -197,9 +197,9 @@ class SlotModel:
         place = torch.arange(start, end, device=self.device)
         slots = torch.full((len(tokens),), slot, device=self.device)
         self.cache.aim(slots, place, end, in_place=False)
-        visible = torch.arange(end, device=self.device)[None] <= place[:, None]
+        mask = self._mask(place, end, lambda visible: visible[None, None])
         ids = torch.from_numpy(tokens).to(self.device)[None]
-        logits = self._forward(ids, place[None], visible[None, None], keep=0 if all_logits else 1)
+        logits = self._forward(ids, place[None], mask, keep=0 if all_logits else 1)
         return logits[0].float(), self._take_routing()
 
     def check_rows_agree(self) -> None:
@@ -235,8 +235,19 @@ class SlotModel:
                 have[name].copy_(tensor)
         self.folder = folder
 
+    def _mask(
+        self, place: torch.Tensor, kv_length: int, shaped: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Mask:
+        """Which keys the tokens at positions ``place`` see: one mask, or one a kind of layer."""
+        before = place[:, None] - torch.arange(kv_length, device=self.device)
+        visible = shaped(before >= 0)
+        if not self._window:
+            return visible
+        near = visible & shaped(before < self._window)
+        return {"full_attention": visible, "sliding_attention": near}
+
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, keep: int = 0
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, keep: int = 0
     ) -> torch.Tensor:
         self._routing.clear()
         out = self.module(
@@ -262,9 +273,14 @@ class SlotModel:
     def _check_supported(self) -> None:
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         problems = []
-        if kinds != {"full_attention"} or getattr(self.config, "sliding_window", None):
-            problems.append(Problem("model", f"attention {sorted(kinds)}", "full attention only"))
-        if self.fixed_shape and not all(_is_dense_capable(e) for e in self._experts):
+        accepted = {"full_attention", "sliding_attention"}
+        sliding = "sliding_attention" in kinds
+        if not kinds <= accepted or sliding != bool(getattr(self.config, "sliding_window", None)):
+            window = getattr(self.config, "sliding_window", None)
+            found = f"attention {sorted(kinds)} with sliding_window={window}"
+            accepts = "full attention, or layer_types that name the layers with sliding attention"
+            problems.append(Problem("model", found, accepts))
+        if self.fixed_shape and not all(has_dense_form(e) for e in self._experts):
             problems.append(
                 Problem(
                     "fixed_shape", "true", "false: this model's experts have no dense form here"
@@ -277,62 +293,8 @@ class SlotModel:
             raise ConfigError(problems)
 
 
-def _dense_experts(
-    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
-    """Every expert for every row as two matrix products; the router's weights, 0 where an expert
-    was not chosen, scale between them, so the second product also sums over the experts.
-
-    `hidden` [n, H]; `index`, `weights` [n, K].
-    """
-    rows, width = hidden.shape
-    share = hidden.new_zeros(rows, experts.num_experts).scatter_(1, index, weights.to(hidden.dtype))
-    inner = F.linear(hidden, experts.gate_up_proj.reshape(-1, width))
-    inner = experts._apply_gate(inner.view(rows, experts.num_experts, -1)) * share[..., None]
-    down = experts.down_proj.transpose(1, 2).reshape(-1, width)  # [E * I, H]
-    return inner.view(rows, -1) @ down
-
-
-def _row_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of single-token rows: query heads that share a key head are one small matrix, so
-    keys are not copied per query head. Anything else goes to SDPA.
-
-    `query` [n, heads, 1, D]; `key`, `value` [n, key heads, C, D]; mask bool [n, 1, 1, C], True:
-    visible.
-    """
-    n, heads, length, size = query.shape
-    if length != 1 or attention_mask is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    grouped = query.view(n, key.shape[1], heads // key.shape[1], size)
-    scores = torch.matmul(grouped, key.transpose(2, 3)).float()
-    scores.mul_(size**-0.5 if scaling is None else scaling)
-    scores.masked_fill_(~attention_mask, float("-inf"))
-    shares = scores.softmax(dim=-1).to(value.dtype)
-    return torch.matmul(shares, value).view(n, 1, heads, value.shape[3]), None
-
-
-ALL_EXPERTS_FUNCTIONS.register(_DENSE_EXPERTS, _dense_experts)
-ALL_ATTENTION_FUNCTIONS.register(_ROW_ATTENTION, _row_attention)
-
-
 def _is_experts(module: torch.nn.Module) -> bool:
     return hasattr(module, "down_proj") and hasattr(module, "num_experts")
-
-
-def _is_dense_capable(experts: torch.nn.Module) -> bool:
-    gated = getattr(experts, "has_gate", False) and hasattr(experts, "_apply_gate")
-    plain = not getattr(experts, "has_bias", False) and not getattr(experts, "is_transposed", False)
-    return gated and plain and getattr(experts, "is_concatenated", False)
 
 
 def _eos_ids(folder: Path, module: PreTrainedModel) -> frozenset[int]:

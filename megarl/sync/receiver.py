@@ -4,11 +4,14 @@ live module.
 1. Files name every expert's matrices, a transformers module holds an expert layer as two stacked
    parameters: `experts.gate_up_proj [E, 2I, H]` (gate rows, then up rows) and `experts.down_proj
    [E, H, I]`. `hf_parameters` gives each name its own view, so nothing is copied twice and digests
-   read what is served.
+   read what is served. Layers that a module stacks transposed (`[E, H, 2I]`, GPT-OSS) are in files
+   as they are in the module.
 2. Between `begin` and `end` every name arrives exactly once. Whatever does not fit (unknown name,
    other shape or dtype, a second time) is refused before a byte is received; what is missing at
    `end` is an error.
 3. A receive ends by its deadline. After a failure its group is closed: it cannot be used again.
+4. transformers' models end with their last layer. Layers behind it, for multi-token prediction, are
+   part of a push all the same: they are received, digested for the sender to compare, and dropped.
 """
 
 import contextlib
@@ -25,6 +28,8 @@ from megarl.sync.group import join_group, leave_group
 from megarl.sync.stream import dtype_name, dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
 
+_LAYERS = "num_hidden_layers"
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
 
 
@@ -33,7 +38,7 @@ def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensor.
 
     A tied weight appears once, under its first name. Raises SyncError for an expert layout that is
-    not the one above (interleaved or transposed).
+    none of the two above (gate and up rows interleaved).
     """
     parameters: dict[str, torch.Tensor] = {}
     owners: dict[int, str] = {}
@@ -41,11 +46,9 @@ def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         if owners.setdefault(id(tensor), name) != name:
             continue
         match = _STACKED.fullmatch(name)
-        if match is None or tensor.dim() != 3:
+        if match is None or tensor.dim() != 3 or _as_in_files(module, match["layer"]):
             parameters[name] = tensor.data
         else:
-            experts = module.get_submodule(match["layer"])
-            _check_layout(experts, match["layer"])
             parameters.update(_split_experts(match["layer"], match["matrix"], tensor.data))
     return parameters
 
@@ -58,14 +61,19 @@ class ModelReceiver:
         own."""
         self._parameters = hf_parameters(module)
         self._timeout_s = timeout_s
+        self._layers: int | None = getattr(getattr(module, "config", None), _LAYERS, None)
+        self._dropped: dict[str, str] = {}  # digests by name, of the present or the last update
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
         self._pending: set[str] = set()
         self._open = False
 
     @torch.no_grad()
     def digests(self) -> dict[str, str]:
-        """The digest of every weight as it is now, read back from the module."""
-        return {name: digest(tensor) for name, tensor in self._parameters.items()}
+        """The digest of every weight as it is now, read back from the module, and as it came of
+        those that the module does not have.
+        """
+        held = {name: digest(tensor) for name, tensor in self._parameters.items()}
+        return held | self._dropped
 
     def join_group(
         self,
@@ -101,6 +109,7 @@ class ModelReceiver:
     def begin(self) -> None:
         """Opens an update; one that was left open is given up, and everything must arrive anew."""
         self._pending = set(self._parameters)
+        self._dropped = {}
         self._open = True
 
     def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
@@ -169,10 +178,13 @@ class ModelReceiver:
             raise SyncError("weights: a name twice in one bucket")
         for spec in specs:
             have = self._parameters.get(spec.name)
-            if have is None:
+            behind = have is None and self._is_behind(spec.name)
+            if have is None and not behind:
                 raise SyncError(f"weights: {spec.name} is not a weight of this model")
-            if spec.name not in self._pending:
+            if spec.name in self._dropped or not (behind or spec.name in self._pending):
                 raise SyncError(f"weights: {spec.name} was received already in this update")
+            if have is None:
+                continue
             found, accepted = (spec.shape, spec.dtype), (tuple(have.shape), dtype_name(have.dtype))
             if found != accepted:
                 raise SyncError(f"weights: {spec.name}: found {found}; accepted: {accepted}")
@@ -180,8 +192,15 @@ class ModelReceiver:
     @torch.no_grad()
     def _write(self, specs: Sequence[TensorSpec], tensors: Sequence[torch.Tensor]) -> None:
         for spec, tensor in zip(specs, tensors, strict=True):
-            self._parameters[spec.name].copy_(tensor)
-            self._pending.discard(spec.name)
+            if spec.name in self._parameters:
+                self._parameters[spec.name].copy_(tensor)
+                self._pending.discard(spec.name)
+            else:
+                self._dropped[spec.name] = digest(tensor)
+
+    def _is_behind(self, name: str) -> bool:
+        match = _OF_LAYER.match(name)
+        return match is not None and self._layers is not None and int(match[1]) >= self._layers
 
 
 def _broadcasts(
@@ -192,11 +211,15 @@ def _broadcasts(
         work.wait(timedelta(seconds=timeout_s))
 
 
-def _check_layout(experts: torch.nn.Module, layer: str) -> None:
-    if getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True):
+def _as_in_files(module: torch.nn.Module, layer: str) -> bool:
+    experts = module.get_submodule(layer)
+    if getattr(experts, "is_transposed", False):
+        return True
+    if not getattr(experts, "is_concatenated", True):
         raise SyncError(
             f"weights: {layer} stacks its experts in a layout that is not supported here"
         )
+    return False
 
 
 def _split_experts(layer: str, matrix: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:

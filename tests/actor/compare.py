@@ -15,6 +15,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     steps = zip(*(r["metrics"] for r in results), strict=True)
     return {
         "metrics": [{m.name: scalar(m.value) for m in merge_metrics(parts)} for parts in steps],
+        "logprobs": {k: v for r in results for k, v in r.get("logprobs", {}).items()},
         "gradients": {n: t for r in results for n, t in r["gradients"].items()},
         "weights": {n: t for r in results for n, t in r["weights"].items()},
     }

@@ -76,10 +76,17 @@ def found(
 
 
 LAYOUTS = [{"dp": 2}, {"cp": 2}, {"tp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}]
+FOUR_RANKS = [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "cp": 2}]
 
 
 @pytest.mark.parametrize(
-    ("layout", "row_tokens"), [({}, 300), *((layout, 60) for layout in [{}, *LAYOUTS])], ids=str
+    ("layout", "row_tokens"),
+    [
+        ({}, 300),
+        *((layout, 60) for layout in [{}, *LAYOUTS]),
+        *(pytest.param(layout, 60, marks=pytest.mark.slow) for layout in FOUR_RANKS),
+    ],
+    ids=str,
 )
 def test_it_is_the_mean_over_rows_of_the_formula(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int], row_tokens: int

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
+from tests.helpers.families import save_model
 
 pytestmark = pytest.mark.dist
 
@@ -32,11 +33,33 @@ def test_there_and_back_is_the_same_model_bit_for_bit(
         assert (back / name).read_bytes() == (tiny_model / name).read_bytes()
 
 
+FAMILIES = ("qwen3 yarn tied", "deepseek_v3", "glm4_moe without qk norm", "gpt_oss")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_there_and_back_is_the_same_model_bit_for_bit(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    """In bf16, with biases of the experts' choice in fp32."""
+    model = save_model(name, tmp_path / "model", torch.bfloat16)
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    assert convert(pool, "convert_hf_to_megatron", model, megatron) is None
+    assert convert(pool, "convert_megatron_to_hf", megatron, back) is None
+    first, second = (load_file(p / "model.safetensors") for p in (model, back))
+    assert first.keys() == second.keys()
+    for tensor, expected in first.items():
+        assert second[tensor].dtype == expected.dtype, tensor
+        assert torch.equal(second[tensor], expected), tensor
+    assert (back / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
 LAYOUTS = [  # and the layers of every chunk of every rank
     ({"dp": 2, "ep": 2}, [[[0, 1, 2, 3]]] * 2),
     ({"tp": 2}, [[[0, 1, 2, 3]]] * 2),
     ({"pp": 2}, [[[0, 1]], [[2, 3]]]),
     ({"pp": 2, "vpp": 2}, [[[0], [2]], [[1], [3]]]),
+    ({"pp": 2, "first_layers": 1}, [[[0]], [[1, 2, 3]]]),
+    ({"cp": 2, "ep": 2}, [[[0, 1, 2, 3]]] * 2),
 ]
 
 
@@ -47,6 +70,10 @@ def test_a_trainer_exports_what_it_was_given_bit_for_bit(
     world = mesh_of(layout).world_size
     ranks = pool.run("tests.actor.work:exported", world=world, hf=tiny_model, layout=layout)
     assert [r["layers"] for r in ranks] == layers
+    mesh = mesh_of(layout)
+    assert [[layer for chunk in chunks for layer in chunk] for chunks in layers] == [
+        mesh.layers(mesh.coordinates(rank).pp, 4) for rank in range(world)
+    ]
     names = [n for r in ranks for n in r["tensors"]]
     given = load_file(tiny_model / "model.safetensors")
     assert sorted(names) == sorted(given)  # each once

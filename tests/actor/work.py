@@ -4,12 +4,14 @@ Imported by workers only: importing Megatron patches the process for CPU (``acto
 test process also builds transformers models.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megarl.actor.actor import MegatronActor, build_actor
+from megarl.actor.arguments import transformer_config
 from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.setup import Parallel, init_parallel
@@ -19,6 +21,7 @@ from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
 from megarl.experience import complete_plan, make_plan
 from megarl.loop import ranks_of
+from megarl.models.mapping import ModelMapping
 from megarl.models.spec import read_spec
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of
@@ -58,14 +61,23 @@ def prepare(actor: MegatronActor, config: Config, samples: list[Sample]) -> Trai
 
 def gradients(actor: MegatronActor) -> dict[str, torch.Tensor]:
     """Reduced gradients of this rank's stage under HF names, on the stage's sender."""
-    parameters = [p for _, p in global_parameters(actor.model, actor.parallel)]
+    everything = [p for _, p in global_parameters(actor.model, actor.parallel)]
+    parameters = [p for p in everything if p.requires_grad]
     data = [p.data for p in parameters]
     for p in parameters:
         p.data = p.main_grad.clone()
-    found = dict(MegatronWeights(actor.model, actor.spec, actor.parallel).tensors())
+    weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
+    found = dict(weights.tensors())
     for p, d in zip(parameters, data, strict=True):
         p.data = d
-    return {name: t.clone() for name, t in found.items()}
+    still = untrained(weights.mapping)
+    return {name: t.clone() for name, t in found.items() if name not in still}
+
+
+def untrained(mapping: ModelMapping) -> set[str]:
+    """HF tensors that have no gradient: multi-token prediction's, and biases of experts' choice."""
+    names = [n for n in mapping.megatron_names() if n.startswith("mtp.") or "expert_bias" in n]
+    return {hf for name in names for hf, _ in mapping.exported(name)}
 
 
 def train(
@@ -77,8 +89,8 @@ def train(
     **sections: Any,
 ) -> dict[str, Any]:
     """What ``train_only`` does with a folder of recorded rollouts: metrics of every optimizer step,
-    the first one's gradients, final weights. ``p2p_in_batches``: the other way stages may exchange
-    activations and gradients, whatever the layout.
+    log-probs before, the first step's gradients, final weights. ``p2p_in_batches``: the other way
+    stages may exchange activations and gradients, whatever the layout.
     """
     from megatron.core import parallel_state
 
@@ -90,9 +102,12 @@ def train(
     try:
         first = None
         history = []
-        for _, path in recorded_steps(recorded):
+        old: dict[tuple[int, int], torch.Tensor] = {}
+        for step, path in recorded_steps(recorded):
             plan = prepare(actor, config, read_samples(path))
             for rows in plan.steps:
+                found = (pair for row in rows for pair in by_sample(row, actor.parallel))
+                old |= {(step, i): values for i, values in found}
                 metrics, _ = actor.forward_backward(rows)
                 if first is None and not config.optim.distributed:
                     first = gradients(actor)
@@ -100,7 +115,12 @@ def train(
                 history.append(metrics)
         actor.gather_parameters()
         weights = {n: t.clone() for n, t in actor.weights().tensors()}
-        return {"metrics": history, "gradients": first or {}, "weights": weights}
+        return {
+            "metrics": history,
+            "logprobs": old,
+            "gradients": first or {},
+            "weights": weights,
+        }
     finally:
         parallel_state.destroy_model_parallel()
 
@@ -114,16 +134,16 @@ def logprobs(rank: int, hf: Path, layout: dict[str, int], samples: list[Sample])
     try:
         plan = plan_for(actor, config, samples)
         actor.logprobs(plan)
-        return {i: values for row in plan.steps[0] for i, values in _by_sample(row, actor.parallel)}
+        return {i: values for row in plan.steps[0] for i, values in by_sample(row, actor.parallel)}
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def exported(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
+def exported(rank: int, hf: Path, layout: dict[str, int], **sections: Any) -> dict[str, Any]:
     """What an actor that was given ``hf`` exports, and how its stage's layers lie in chunks."""
     from megatron.core import parallel_state
 
-    actor = make_actor(config_for(hf), layout)
+    actor = make_actor(config_for(hf, **sections), layout)
     try:
         layers = [
             [layer.layer_number - 1 for layer in unwrap(chunk).decoder.layers]
@@ -134,10 +154,44 @@ def exported(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
 
 
-def _by_sample(row: Any, parallel: Parallel) -> Any:
-    """(sample, log-probs of its tokens 1..L-1) of a row that no context parallelism splits."""
-    assert parallel.mesh.cp == 1
-    if row.old_logprobs is None or parallel.at.tp:
+def export_order(rank: int, hf: Path, layout: dict[str, int]) -> list[str]:
+    """The first HF tensor of every weight, in the order in which they are gathered."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        weights = MegatronWeights(actor.model, actor.spec, actor.parallel)
+        return [weights.mapping.hf_names(name)[0] for name, _ in weights._stack_by_stack()]
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def upstream_layers(
+    rank: int, hf: Path, layouts: list[tuple[dict[str, int], int]]
+) -> list[list[list[list[int]]]]:
+    """By layout and number of layers: the layers of every chunk of every stage as upstream builds
+    them.
+    """
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    def chunk(config: Any, stage: int, k: int) -> list[int]:
+        first = get_transformer_layer_offset(config, vp_stage=k, pp_rank=stage)
+        return list(range(first, first + get_num_layers_to_build(config, k, stage)))
+
+    found = []
+    for layout, layers in layouts:
+        mesh = mesh_of(layout)
+        spec = replace(read_spec(hf), layers=layers, moe_layers=(True,) * layers)
+        config = transformer_config(spec, mesh, torch.float32)
+        stages = [[chunk(config, r, k) for k in range(mesh.vpp)] for r in range(mesh.pp)]
+        found.append(stages)
+    return found
+
+
+def by_sample(row: Any, parallel: Parallel) -> Any:
+    """(sample, log-probs of its tokens 1..L-1) of a row, on one of the ranks that have it."""
+    if row.old_logprobs is None or not parallel.speaks_for_rows:
         return
     starts = row.cu_seqlens.tolist()
     for k, i in enumerate(row.samples):

@@ -46,8 +46,9 @@ class Trainee:
         """Other weights everywhere: nothing that a load should bring is there by chance."""
         with torch.no_grad():
             for chunk in self.actor.model:
-                for parameter in chunk.parameters():
-                    parameter.add_(0.25)
+                biases = (b for n, b in chunk.named_buffers() if n.endswith("expert_bias"))
+                for tensor in (*chunk.parameters(), *biases):
+                    tensor.add_(0.25)
         self.actor.optimizer.reload_model_params()
 
 

@@ -91,6 +91,23 @@ def test_a_later_policy_name_drops_the_settings_of_the_earlier_policy(tmp_path: 
     assert (kept.name, kept.eps_low, kept.eps_high, kept.dual_clip) == ("ppo_clip", 0.2, 0.3, 3)
 
 
+def test_a_later_architecture_drops_the_earlier_one(tmp_path: Path) -> None:
+    one = write(tmp_path / "1.yaml", "model: {config: {model_type: a, q_lora_rank: 3, heads: 1}}")
+    two = write(tmp_path / "2.yaml", "model: {config: {model_type: b, heads: 2}}")
+    assert load_config([one, two], BASE).model.config == {"model_type": "b", "heads": 2}
+    some = load_config([two], [*BASE, "model.config.heads=4", "model.config.new={x: null}"])
+    assert some.model.config == {"model_type": "b", "heads": 4, "new": {"x": None}}
+    again = write(tmp_path / "3.yaml", dump_given(some))
+    assert load_config([again], []) == some
+
+
+def test_what_lies_beneath_gives_way_to_every_file(tmp_path: Path) -> None:
+    beneath = {"run": {"dir": "/r", "steps": 1}, "optim": {"lr": 1.0}, "model": {"hf": "/m"}}
+    file = write(tmp_path / "1.yaml", "run: {steps: 7}\nalgo: {policy: {name: gspo}}")
+    config = load_config([file], ["optim.lr=2"], beneath=beneath)
+    assert (config.run.steps, config.optim.lr, config.model.hf) == (7, 2.0, Path("/m"))
+
+
 def test_an_empty_section_sets_nothing(tmp_path: Path) -> None:
     one = write(tmp_path / "1.yaml", "optim: {eps: 0.1}")
     two = write(tmp_path / "2.yaml", "optim:\n  # lr: 1\nmonitor:\n")

@@ -28,7 +28,7 @@ MOE: dict[str, Any] = {
 DENSE = {k: v for k, v in MOE.items() if not k.startswith(("num_exp", "moe"))} | {
     "model_type": "qwen3"
 }
-SUPPORTED = ("qwen3", "qwen3_moe")
+SUPPORTED = ("gpt_oss", "qwen3", "qwen3_moe")
 
 
 @pytest.fixture
@@ -94,6 +94,7 @@ def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
             num_gpus=case.num_gpus,
             hf_config={k: v for k, v in hf.items() if v is not None},
             supported_models=SUPPORTED,
+            refused_models={"qwen3_next": "its layers do not run"},
         )
     except ConfigError as e:
         return [(p.key, f"{p.found} | {p.accepted}") for p in e.problems]
@@ -118,9 +119,14 @@ VALID = [
     Case(["rollout.temperature=0.7"], {}, "train_only"),
     Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
     Case(["parallel.etp=1", "parallel.ep=4"], {}),
+    Case(["parallel.etp=1", "parallel.ep=4"], {}, hf={"model_type": "gpt_oss"}),
     Case(["parallel={cp: 2, dp: 1}"], {}),
     Case(["parallel.vpp=2"], {}),
+    Case(["parallel={first_layers: 3, last_layers: 1}"], {}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, first_layers: 1}"], {}, hf={"num_hidden_layers": 7}),
+    Case(["parallel={vpp: 2, last_layers: 4}"], {}, hf={"num_hidden_layers": 10}),
     Case(["train.row_buckets=4", "parallel={tp: 2, pp: 1, dp: 4}"], {}),
+    Case(["train.row_buckets=3", "parallel.vpp=2"], {}),
     Case([*URLS, "rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
     Case([*URLS, "rollout.context_length=100"], {}),
     Case(
@@ -156,6 +162,7 @@ VALID = [
     Case([], {}, hf={"intermediate_size": 97}),  # of dense layers, which this model does not have
 ]
 
+FIRST, LAST = "parallel.first_layers=", "parallel.last_layers="
 LAYOUT = [
     Case([], {"parallel": ["tp 2 * pp 2 * cp 1 * dp 2 = 8", "ranks, 16"]}, world_size=16),
     Case([], {"parallel.tp": ["2", "num_attention_heads = 7 (1, 7)"]},
@@ -174,6 +181,23 @@ LAYOUT = [
     Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
     Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
          hf={"num_hidden_layers": 5}),
+    Case([FIRST + "3"], {"parallel.first_layers": ["3 of num_hidden_layers = 2", "found -1 left"]},
+         hf={"num_hidden_layers": 2}),
+    Case([FIRST + "2", LAST + "2"],
+         {"parallel.first_layers and parallel.last_layers": ["2 of", "all of them"]},
+         hf={"num_hidden_layers": 5}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, first_layers: 2}"],
+         {"parallel.first_layers": ["a multiple of 3 layers left", "pp 4 - 1 = 3", "found 5 left"]},
+         hf={"num_hidden_layers": 7}),
+    Case(["parallel={pp: 4, dp: 1, ep: 1, last_layers: 4}"],
+         {"parallel.last_layers": ["a multiple of 3 layers left", "found 0 left"]}),
+    Case([FIRST + "2", "parallel.vpp=2"], {"parallel.vpp": ["num_hidden_layers / pp 2 = 3 (1, 3)"]},
+         hf={"num_hidden_layers": 5}),
+    Case([FIRST + "3", "parallel.vpp=2"], {"parallel.vpp": ["parallel.first_layers = 3 (1, 3)"]},
+         hf={"num_hidden_layers": 7}),
+    Case(["parallel={pp: 1, dp: 4, first_layers: 2, last_layers: 1}"],
+         {"parallel.first_layers": ["2", "null, or parallel.pp > 1"],
+          "parallel.last_layers": ["1", "null, or parallel.pp > 1"]}),
     Case(["parallel.vpp=3"], {"parallel.vpp": ["3", "num_hidden_layers / pp 2 = 2 (1, 2)"]}),
     Case(["parallel={pp: 1, dp: 4, vpp: 3}"], {"parallel.vpp": ["3", "1, or parallel.pp > 1"]}),
     Case([], {"parallel.ep": ["2", "the number of experts = 9 (1, 3, 9)"]}, hf={"num_experts": 9}),
@@ -183,7 +207,13 @@ LAYOUT = [
     Case(["parallel={tp: 2, cp: 2, dp: 1}", "train.row_tokens=4100"],
          {"train.row_tokens": ["4100", "a multiple of 8 (2 * cp 2 * tp 2)"]}),
     Case(["train.row_tokens=4097"], {"train.row_tokens": ["a multiple of 2 (tp 2)"]}),
-    Case([], {"model.hf": ["llama", "of type qwen3, qwen3_moe"]}, hf={"model_type": "llama"}),
+    Case([], {"model.hf": ["llama", "of type gpt_oss, qwen3, qwen3_moe"]},
+         hf={"model_type": "llama"}),
+    Case([], {"model.hf": ["is qwen3_next", "qwen3_moe (qwen3_next: its layers do not run)"]},
+         hf={"model_type": "qwen3_next"}),
+    Case([], {"parallel.etp": ["2, which is tp by default", "1: ", "biases"]},
+         hf={"model_type": "gpt_oss"}),
+    Case(["parallel.etp=2"], {"parallel.etp": ["2", "1: "]}, hf={"model_type": "gpt_oss"}),
     Case([], {"model.hf": ["without num_hidden_layers, vocab_size"]},
          hf={"num_hidden_layers": None, "vocab_size": None}),
 ]  # fmt: skip
@@ -254,8 +284,6 @@ SETTINGS = [
     Case(["algo.overlong={l_max: 20, l_cache: 4}",
           f"{STAGES}[{{max_new_tokens: 8, until_step: 3}},{{max_new_tokens: 12}}]"],
          {"algo.overlong": ["= 16", "rollout.length_stages[1].max_new_tokens = 12"]}),
-    Case(["train.row_buckets=3"],
-         {"train.row_buckets": ["3 with parallel.pp=2", "1: pipeline stages need rows of one"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from megarl.models.hf_io import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
+from tests.helpers import families
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -42,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "dense_tied": {"tie_word_embeddings": True},
 }
+IN_BF16 = " in bf16"
 
 
 def save_tiny(folder: Path, **options: Any) -> Path:
@@ -66,12 +68,20 @@ def save_tiny(folder: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model of ``MODELS``, made once a session. Tests must not change it."""
+    """The folder of a model of ``MODELS``, or of ``helpers/families.MODELS``, made once a session.
+    Tests must not change it.
+    """
     folders: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_tiny(tmp_path_factory.mktemp(name), **MODELS[name])
+            folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+            if name in MODELS:
+                folders[name] = save_tiny(folder, **MODELS[name])
+            else:  # of families.py: "name" or "name in bf16"
+                plain = name.removesuffix(IN_BF16)
+                dtype = torch.float32 if plain == name else torch.bfloat16
+                folders[name] = families.save_model(plain, folder, dtype)
         return folders[name]
 
     return get

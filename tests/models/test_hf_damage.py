@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.models.hf_io import INDEX, check_complete, open_checkpoint
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import INDEX, open_checkpoint
 from megarl.models.spec import read_spec
 
 Saved = Callable[[str], Path]

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.models.hf_io import INDEX, check_complete, open_checkpoint, write_checkpoint
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import INDEX, open_checkpoint, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.types import TensorSpec
@@ -43,6 +44,23 @@ def test_what_transformers_wrote_is_read_bit_for_bit(saved: Saved, model: str) -
     assert same({name: checkpoint.get(name) for name in checkpoint.names()}, expected)
     assert {n: checkpoint.shape(n) for n in expected} == {n: t.shape for n, t in expected.items()}
     assert {checkpoint.dtype(n) for n in expected} == {t.dtype for t in expected.values()}
+
+
+def test_a_slice_of_a_tensor_is_read_alone(saved: Saved, tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    shutil.copytree(saved("moe"), folder)
+    whole = load_all(folder)
+    checkpoint = open_checkpoint(folder)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        for index in (0, 3, len(whole[name]) - 1):
+            part = checkpoint.get(name, index)
+            assert torch.equal(part, whole[name][index]) and part.dtype == whole[name].dtype
+    with (folder / "model.safetensors").open("r+b") as file:  # what lies behind is not touched
+        last = max(checkpoint.names(), key=lambda n: checkpoint._place(n).end)
+        file.truncate(checkpoint._place(last).begin + 2 * whole[last][0].nbytes)
+    assert torch.equal(checkpoint.get(last, 1), whole[last][1])
+    with pytest.raises(DataError, match=f"tensor {last} is incomplete"):
+        checkpoint.get(last, 2)
 
 
 def test_what_we_write_the_library_reads_bit_for_bit(saved: Saved, sharded: Path) -> None:

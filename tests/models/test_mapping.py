@@ -1,5 +1,6 @@
 """HF -> Megatron -> HF is the identity in every layout, and each row lies where it belongs."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,15 @@ MODELS = (
     "moe_bfloat16",
     "dense",
     "dense_tied",
+    "deepseek_v3",
+    "deepseek_v3 in bf16",
+    "deepseek_v3 direct queries",
+    "glm4_moe",
+    "glm4_moe in bf16",
+    "glm4_moe without qk norm",
+    "gpt_oss",
+    "gpt_oss in bf16",
+    "gpt_oss without yarn",
 )
 LAYER = "decoder.layers.1."
 
@@ -68,11 +78,21 @@ def shards_of(mapping: ModelMapping, name: str, full: Sequence[Tensor], size: in
 def round_trip(
     mapping: ModelMapping, tensors: dict[str, Tensor], tp: int, etp: int
 ) -> Iterator[tuple[str, Tensor]]:
+    stacks: dict[str, list[Tensor]] = {}
     for name in mapping.megatron_names():
-        full = [tensors[hf] for hf in mapping.hf_names(name)]
+        index = mapping.slice_of(name)
+        whole = [tensors[hf] for hf in mapping.hf_names(name)]
+        full = whole if index is None else [t[index] for t in whole]
         size = etp if mapping.is_expert(name) else tp
         shards = shards_of(mapping, name, full, size)
-        yield from mapping.to_hf(name, shards if mapping.is_sharded(name) else shards[-1:])
+        back = mapping.to_hf(name, shards if mapping.is_sharded(name) else shards[-1:])
+        if index is None:
+            yield from back
+            continue
+        for hf, entry in back:
+            stacks.setdefault(hf, []).append(entry)
+            assert entry.is_contiguous() and len(stacks[hf]) == index + 1
+    yield from ((hf, torch.stack(entries)) for hf, entries in stacks.items())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -80,8 +100,9 @@ def test_hf_spec_is_what_transformers_saves(saved: Saved, model: str) -> None:
     folder = saved(model)
     tensors = load_file(folder / "model.safetensors")
     found = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
-    expected = {t.name: (t.shape, t.dtype) for t in mapping_for(read_spec(folder)).hf_spec()}
-    assert expected == found
+    spec = mapping_for(read_spec(folder)).hf_spec()
+    assert len({t.name for t in spec}) == len(spec)
+    assert {t.name: (t.shape, t.dtype) for t in spec} == found
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -237,6 +258,63 @@ def test_both_megatron_spellings_mean_the_same_tensors(local: str, transformer_e
     mapping = mapping_for(spec_of())
     assert mapping.hf_names(LAYER + local) == mapping.hf_names(LAYER + transformer_engine)
     assert mapping.exported(LAYER + local) == mapping.exported(LAYER + transformer_engine)
+
+
+OF_DEEPSEEK = [  # (local, Transformer Engine)
+    (
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    (
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("mlp.experts.local_experts.7.linear_fc2.weight", "mlp.experts.linear_fc2.weight7"),
+]
+
+
+@pytest.mark.parametrize(("local", "transformer_engine"), OF_DEEPSEEK)
+@pytest.mark.parametrize("prefix", [LAYER, "mtp.layers.0.mtp_model_layer."])
+def test_latent_attention_and_layers_behind_the_last_have_both_spellings(
+    saved: Saved, prefix: str, local: str, transformer_engine: str
+) -> None:
+    mapping = mapping_for(read_spec(saved("deepseek_v3")))
+    (name,) = mapping.hf_names(prefix + local)
+    assert mapping.hf_names(prefix + transformer_engine) == (name,)
+    assert name.startswith(f"model.layers.{1 if prefix == LAYER else 4}.")
+
+
+def test_layers_behind_the_last_share_embedding_and_head(saved: Saved) -> None:
+    mapping = mapping_for(read_spec(saved("glm4_moe without qk norm")))
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    assert mapping.copies() == {
+        "model.layers.4.embed_tokens.weight": embedding,
+        "model.layers.5.embed_tokens.weight": embedding,
+        "model.layers.4.shared_head.head.weight": head,
+        "model.layers.5.shared_head.head.weight": head,
+    }
+    assert mapping.hf_names("embedding.word_embeddings.weight") == (embedding,)
+    pairs = mapping.to_hf("output_layer.weight", [torch.rand(30, 32)])
+    assert [name for name, _ in pairs] == [head, *list(mapping.copies())[2:]]
+    assert all(torch.equal(tensor, pairs[0][1]) for _, tensor in pairs)
+
+
+def test_biases_of_linear_qkv_lie_as_its_rows() -> None:
+    """Query heads are 0.., key heads 100.., value heads 200..."""
+    spec = dataclasses.replace(spec_of(4, 2), family="glm4_moe", qkv_bias=True)
+    parts = [
+        head_rows(first, count, spec.head_dim, 1)[:, 0]
+        for first, count in ((0, 4), (100, 2), (200, 2))
+    ]
+    name = LAYER + "self_attention.linear_qkv.bias"
+    order = [0, 1, 100, 200, 2, 3, 101, 201]
+    mapping = mapping_for(spec)
+    for size in (1, 2):
+        shards = shards_of(mapping, name, parts, size)
+        assert torch.cat(shards).tolist() == [h for h in order for _ in range(spec.head_dim)]
+        for (_, tensor), part in zip(mapping.to_hf(name, shards), parts, strict=True):
+            assert torch.equal(tensor, part)
 
 
 def test_norms_and_router_are_whole_on_every_rank() -> None:

@@ -120,7 +120,16 @@ def test_end_tokens_of_both_files_end_a_response(saved: Saved, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("model_type", "llama", ["model_type", "'llama'", "qwen3, qwen3_moe"]),
+        (
+            "model_type",
+            "llama",
+            ["model_type", "'llama'", "deepseek_v3, glm4_moe, gpt_oss, qwen3, qwen3_moe"],
+        ),
+        (
+            "model_type",
+            "qwen3_next",
+            ["'qwen3_next'", "qwen3_moe (qwen3_next: ", "packed sequences"],
+        ),
         ("architectures", ["Qwen3MoeForTokenClassification"], ["Qwen3MoeForCausalLM"]),
         ("num_hidden_layers", ABSENT, ["num_hidden_layers", "None", "integer"]),
         ("hidden_size", "64", ["hidden_size", "'64'", "integer"]),
@@ -139,13 +148,13 @@ def test_end_tokens_of_both_files_end_a_response(saved: Saved, tmp_path: Path) -
         (
             "rope_scaling",
             {"rope_type": "yarn", "factor": 4.0},
-            ["rope_scaling.rope_type", "'yarn'"],
+            ["rope_scaling.original_max_position_embeddings", "None"],
         ),
         ("rope_scaling", {"type": "linear", "factor": 2.0}, ["rope_scaling.type", "'linear'"]),
         (
             "rope_parameters",
             {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            ["rope_parameters.partial_rotary_factor", "0.5"],
+            ["partial_rotary_factor", "0.5"],
         ),
         ("rope_theta", 1e6, ["rope_theta and rope_parameters.rope_theta", "[1000000.0, 50000.0]"]),
         ("rope_parameters", {"rope_theta": -1.0}, ["rope_theta", "-1.0", "positive"]),

@@ -74,10 +74,10 @@ class Server:
 
 
 @contextmanager
-def started(model: Path, folder: Path) -> Iterator[Server]:
+def started(model: Path, folder: Path, max_running: int = 2) -> Iterator[Server]:
     deaths: list[ServerDeath] = []
     run = RunDir(folder)
-    section = RolloutSection(max_running=2, context_length=32)
+    section = RolloutSection(max_running=max_running, context_length=32)
     fleet = start_fleet(section, run_dir=run, model=model, dtype="fp32", on_death=deaths.append)
     try:
         pid = json.loads(run.server(0).read_text())["pid"]

@@ -15,6 +15,7 @@ from megarl.ops import digest
 from megarl.sync.receiver import ModelReceiver, hf_parameters
 from megarl.sync.stream import bucketize, specs_of
 from megarl.types import TensorSpec
+from tests.helpers.families import save_model
 from tests.sync.sender import Sender
 
 COUNTER = itertools.count()
@@ -58,6 +59,19 @@ def test_names_shapes_and_values_are_those_of_the_files(
         assert torch.equal(live[name], tensor), name
     digests = ModelReceiver(module).digests()
     assert digests == {name: digest(tensor) for name, tensor in files.items()}
+
+
+def test_experts_that_are_stacked_transposed_are_called_as_in_files(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model("gpt_oss", tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    files, live = load_file(folder / "model.safetensors"), hf_parameters(module)
+    assert live.keys() == files.keys() and "model.layers.3.mlp.experts.gate_up_proj_bias" in live
+    assert all(torch.equal(live[name], tensor) for name, tensor in files.items())
+    with torch.no_grad():
+        live["model.layers.3.mlp.experts.down_proj"][2].fill_(3.0)
+    assert (module.get_submodule("model.layers.3.mlp.experts").down_proj[2] == 3).all()
 
 
 def test_a_view_writes_to_the_module() -> None:
@@ -167,6 +181,6 @@ def test_a_receive_ends_at_its_deadline_and_closes_the_group(sent: Pushed) -> No
 
 def test_an_expert_layout_that_is_not_known_is_refused() -> None:
     module = tiny(0)
-    module.get_submodule("model.layers.0.mlp.experts").is_transposed = True
+    module.get_submodule("model.layers.0.mlp.experts").is_concatenated = False
     with pytest.raises(SyncError, match=r"layers\.0\.mlp\.experts stacks its experts"):
         hf_parameters(module)

@@ -15,7 +15,8 @@ import torch
 from megarl.data.prompts import load_demonstrations, load_prompts
 from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
-from megarl.models.hf_io import check_complete, open_checkpoint
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import read_spec
 
 TOOLS = Path(__file__).parents[2] / "tools"

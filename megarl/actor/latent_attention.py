@@ -1,0 +1,72 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) on packed rows, without Transformer
+Engine.
+
+Upstream's module computes it; what is replaced here:
+
+1. The two down-projections are whole on every tensor-parallel rank and see its part of the
+   sequence, as with Transformer Engine. Upstream's local ones are split and gathered, and the
+   gathering's backward does not sum what the ranks' heads say about the rotary key they share: its
+   gradient would be that of the last rank's heads alone.
+2. Norms on the latents have an epsilon of their own, and without ``q_rank`` there is none on
+   queries.
+3. Rotary angles are those of the packed row. Values are not padded to the width of keys.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megarl.actor.attention_packed import RMSNorm
+from megarl.actor.rotary import PackedRotaryEmbedding
+from megarl.models.spec import ModelSpec
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """[s, b, in] -> [s, b, out], every tensor-parallel rank its part of the sequence."""
+
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+        # Megatron is to sum the ranks' gradients
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Made for ``spec``, whose ``mla`` is set."""
+
+    def __init__(self, config: Any, *args: Any, spec: ModelSpec, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        mla = spec.mla
+        assert mla is not None
+        if mla.q_rank:
+            self.linear_q_down_proj = ReplicatedLinear(config, spec.hidden, mla.q_rank)
+            self.q_layernorm.eps = mla.norm_eps
+        self.kv_layernorm.eps = mla.norm_eps
+        self.linear_kv_down_proj = ReplicatedLinear(config, spec.hidden, mla.kv_rank + mla.rope_dim)
+        self.rotary_pos_emb = PackedRotaryEmbedding(spec, with_factor=spec.yarn is not None)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {
+            "linear_q_proj": ColumnParallelLinear,
+            "linear_q_up_proj": ColumnParallelLinear,
+            "linear_kv_up_proj": ColumnParallelLinear,
+            "q_layernorm": RMSNorm,
+            "kv_layernorm": RMSNorm,
+        }
+
+    def _run_core_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        out: torch.Tensor = self.core_attention(query, key, value, attention_mask, **kwargs)
+        return out

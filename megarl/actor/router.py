@@ -1,0 +1,57 @@
+"""The experts' router: upstream's, with the differences that the families need."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+_FP32 = ("expert_bias", "local_tokens_per_expert")
+
+
+class Router(TopKRouter):
+    """Every MoE layer's router (``layers.py`` is the one place that names it).
+
+    1. The expert bias stays fp32 when the model is converted: rounded to bf16 it would choose other
+       experts than the servers do, and it would not survive a way through files.
+    2. Gate weights of a sigmoid router that are not renormalised: upstream always renormalises.
+    3. It counts the true tokens that each expert gets in training (``routed``, i64 [E]), for
+       ``expert_bias.py``. Upstream's count takes a mask of padding that fits no [T, E] map, and its
+       update comes inside the backward pass, before it is known whether the step is taken.
+    """
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        self.frozen_expert_bias = True  # to upstream
+        zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
+        self.register_buffer("routed", zeros, persistent=False)
+        self.renormalise = config.renormalise_gates
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        kept = {name: self._buffers[name] for name in _FP32 if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            converted = self._buffers[name]
+            assert tensor is not None and converted is not None
+            self._buffers[name] = tensor.to(converted.device)
+        return self
+
+    def _apply_expert_bias(
+        self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> None:
+        """Count. ``routing_map`` bool [T, E]; ``padding_mask`` bool [T], True at padding. A pass
+        without gradients does not count: log-probs, and the first of two where activations are
+        recomputed.
+        """
+        if self.training and torch.is_grad_enabled():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask[:, None]
+            self.routed += routing_map.sum(0)
+
+    def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        """(gate weights [T, E], zero where not chosen; choice bool [T, E]) of logits [T, 1, E]."""
+        weights, chosen = super().routing(logits, padding_mask=padding_mask)
+        if self.renormalise or self.score_function != "sigmoid":
+            return weights, chosen
+        scores = logits.view(weights.shape).float().sigmoid() * chosen
+        return weights * scores.sum(-1, keepdim=True).type_as(weights), chosen

@@ -1,0 +1,48 @@
+"""What workers do in ``test_expert_bias.py``: optimizer steps, and the biases after them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.types import Sample
+from tests.actor.work import config_for, make_actor, prepare
+
+RATE = 0.25
+
+
+def biases(
+    rank: int,
+    hf: Path,
+    layout: dict[str, int],
+    steps: list[list[Sample]],
+    *,
+    frozen: bool = False,
+    skip: bool = False,
+    **sections: dict[str, Any],
+) -> dict[str, torch.Tensor]:
+    """By HF name, on the stage's sender, after an optimizer step on each of ``steps``, before which
+    log-probs are computed. ``skip``: the steps are not taken.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    config = config_for(hf, **{"algo": {"minibatches": 1}, **sections})
+    actor = make_actor(config, layout)
+    get_model_config(actor.model[0]).moe_router_bias_update_rate = RATE
+    for chunk in actor.model if frozen else []:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(".router." not in name)
+    try:
+        for samples in steps:
+            plan = prepare(actor, config, samples)
+            actor.logprobs(plan)
+            actor.forward_backward(plan.steps[0])
+            actor.update(skip=skip)
+        return {
+            name: tensor.clone()
+            for name, tensor in actor.weights().tensors()
+            if name.endswith("e_score_correction_bias")
+        }
+    finally:
+        parallel_state.destroy_model_parallel()

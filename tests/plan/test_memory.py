@@ -1,0 +1,166 @@
+"""Memory and traffic by hand: schedules, choices, and what cannot be measured on a CPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.data.recorded import pack_samples
+from megarl.mesh import Mesh
+from megarl.plan.activations import head_bytes, layer_bytes
+from megarl.plan.choices import Choices, Rows
+from megarl.plan.memory import chunk_passes, plan_memory, stage_memory
+from megarl.plan.traffic import bubble, rollout_bytes, step_traffic
+from tests.helpers.samples import random_samples
+from tests.plan.published import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B
+
+BF16 = Choices()
+
+
+def in_flight(pp: int, vpp: int, rows: int, stage: int) -> int:
+    """Passes begun before the first backward pass of a stage: its own forward passes come in order,
+    and the first backward pass needs chunk vpp - 1 of row 0 to have reached the last stage and its
+    gradient to have come back; meanwhile a stage goes on with what it may.
+    """
+    if vpp == 1:
+        return min(rows, pp - stage)
+    warm_up = min(rows * vpp, (pp - stage - 1) * 2 + (vpp - 1) * pp)
+    return min(rows * vpp, warm_up + 1)
+
+
+@pytest.mark.parametrize("pp, vpp, rows", [(1, 1, 8), (4, 1, 8), (4, 1, 2), (2, 2, 6), (4, 3, 8)])
+def test_rows_in_flight_are_those_of_the_schedule(pp: int, vpp: int, rows: int) -> None:
+    for stage in range(pp):
+        passes = chunk_passes(Mesh(pp=pp, vpp=vpp), stage, rows)
+        assert sum(passes.values()) == in_flight(pp, vpp, rows, stage)
+        assert set(passes) <= set(range(vpp))
+        # chunk k begins only when pp rows have been through chunk k - 1
+        assert list(passes.values()) == sorted(passes.values(), reverse=True)
+
+
+def test_the_bubble_is_the_textbooks() -> None:
+    assert bubble(Mesh(), 8) == 0
+    assert bubble(Mesh(pp=4), 12) == 3 / 12
+    assert bubble(Mesh(pp=4, vpp=3), 12) == 3 / 36
+
+
+def test_a_dense_model_on_one_gpu_by_hand() -> None:
+    """Qwen3-8B, a row of 4,096 tokens: 18 bytes a parameter of states."""
+    (found,) = plan_memory(QWEN3_8B, Mesh(), BF16, Rows(4096, 4096, 1))
+    assert found.parameters == 2 * 8_190_735_360
+    assert found.gradients == 4 * 8_190_735_360
+    assert found.optimizer == 12 * 8_190_735_360
+    t, h, q, k, i, heads, kv = 4096, 4096, 4096, 1024, 12288, 32, 8
+    norms = 2 * (2 * h + 4) + 2 * q + 4 * heads + 2 * (q + 2 * k) + 4 * kv
+    products = 2 * (h + h + 5 * i + q)  # into q, k, v; into the MLP; its inside; into the output
+    attention = 2 * (2 * q + 2 * k) + 4 * heads + 8 + 8 * 128  # with the rotary tables
+    assert found.row == t * (36 * (norms + products + attention) + 8)
+    assert found.head == t * (2 * h + 4 + 2 * h + 2 * 151936 + 56)
+
+
+def test_axes_divide_what_they_split() -> None:
+    def kept(mesh: Mesh, moe: bool = True) -> float:
+        return layer_bytes(QWEN3_30B, mesh, Rows(8192, 1024, 1), BF16, moe=moe).kept
+
+    one = kept(Mesh())
+    assert one / 4 < kept(Mesh(tp=4, etp=1)) < one / 3  # but the rotary tables
+    split = kept(Mesh(cp=2)) - 2 * 4096 * 1024  # without a mask of 1,024 for each token
+    assert one / 2 <= split < one / 1.9  # but keys and values, which are gathered
+    assert kept(Mesh(ep=8, dp=8)) == one  # popular alike, experts get as many tokens as were sent
+    assert kept(Mesh(tp=4, etp=4)) > kept(Mesh(tp=4, etp=1))  # every rank of etp has them all
+    head = [head_bytes(QWEN3_30B, Mesh(tp=tp), Rows(8192, 1024, 1), BF16) for tp in (1, 4)]
+    assert head[1] < head[0] / 3.9
+
+
+def test_choices_take_away_what_they_say() -> None:
+    def memory(**choices: object) -> object:
+        chosen = replace(BF16, **choices)
+        mesh = Mesh(tp=4, dp=8, ep=8, etp=1)
+        return stage_memory(QWEN3_30B, mesh, 0, chosen, Rows(16384, 16384, 8))
+
+    plain = memory()
+    offloaded = memory(offload_optimizer=True)
+    assert (offloaded.optimizer, offloaded.host) == (0.0, plain.optimizer)
+    assert memory(distributed_optimizer=False).optimizer == 12 * plain.count.trained
+    assert memory(moment_bytes=2).optimizer == pytest.approx(plain.optimizer * 8 / 12)
+    full, chosen = memory(recompute="full"), memory(recompute="selective")
+    assert full.row < chosen.row < plain.row
+    assert full.row == 48 * 2 * 2048 * 16384 / 4 + 8 * 16384
+    quantised = memory(fp8=True)
+    assert quantised.row < plain.row and quantised.parameters == 2 * plain.parameters
+
+
+def test_selective_recomputation_adds_up() -> None:
+    """What a module drops and what is kept make the whole, for every module there is."""
+    mesh = Mesh(tp=2, etp=2)
+    for moe in (True, False):
+        whole = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), BF16, moe=moe)
+        assert whole.again == 0
+        for module in ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"):
+            some = replace(BF16, recompute="selective", recompute_modules=(module,))
+            found = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), some, moe=moe)
+            assert found.kept + found.again == pytest.approx(whole.kept)
+            applies = {"mlp": not moe, "moe": moe, "moe_act": moe, "shared_experts": moe}
+            assert (found.again > 0) == applies.get(module, True)
+
+
+def test_a_critic_is_a_second_model_without_the_output_head() -> None:
+    mesh = Mesh(pp=2, dp=2)
+    for stage in (0, 1):
+        found = stage_memory(QWEN3_8B, mesh, stage, BF16, Rows(4096, 4096, 4), critic=True)
+        n = found.count.shared - (151936 * 4096 - 4096 if stage else 0)
+        assert found.critic == n * (2 + 4 + 12 / 2)
+
+
+def test_frozen_prediction_layers_have_weights_and_nothing_else() -> None:
+    mesh = Mesh(pp=61, dp=1)
+    with_mtp, without = (
+        stage_memory(spec, mesh, 60, BF16, Rows(4096, 4096, 1))
+        for spec in (DEEPSEEK_V3, replace(DEEPSEEK_V3, mtp_layers=0))
+    )
+    assert with_mtp.parameters - without.parameters > 2 * 11.5e9
+    assert (with_mtp.gradients, with_mtp.optimizer) == (without.gradients, without.optimizer)
+
+
+def test_traffic_by_hand() -> None:
+    """A dense model: b H t times 5 gathers or scatters in attention and as many in the MLP."""
+    sent = {
+        x.axis: x
+        for x in step_traffic(QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), BF16, Rows(4096, 4096, 6))
+    }
+    hidden = 2 * 4096 * 4096
+    assert sent["tp"].num_bytes == 6 * 18 * 10 * hidden * 7 / 8 and sent["tp"].in_node
+    assert sent["pp"].num_bytes == 6 * 2 * hidden / 8 and not sent["pp"].in_node
+    assert sent["ep"].num_bytes == sent["cp"].num_bytes == 0
+    moved = (
+        6
+        * stage_memory(
+            QWEN3_8B, Mesh(tp=8, pp=2, dp=2, etp=8), 0, BF16, Rows(4096, 4096, 6)
+        ).count.trained
+    )
+    assert sent["dp"].num_bytes == pytest.approx(moved / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("experts, width", [(8, 3), (100, 7), (300, 9)])
+def test_rollout_bytes_are_those_of_packed_samples(experts: int, width: int) -> None:
+    """``width``: bits of an expert's id."""
+    rng = np.random.default_rng(0)
+    samples = [
+        replace(
+            s,
+            routing=np.stack(
+                [
+                    np.stack([rng.choice(experts, 4, replace=False) for _ in range(3)])
+                    for _ in range(len(s.tokens) - 1)
+                ]
+            ).astype(np.uint16 if experts > 256 else np.uint8),
+        )
+        for s in random_samples(2, 3, seed=5)
+    ]
+    assert width == (experts - 1).bit_length()
+    spec = replace(QWEN3_30B, experts=experts, topk=4, layers=3, moe_layers=(True,) * 3, moe_ffn=8)
+    arrays = pack_samples(samples)
+    lengths = [len(s.tokens) for s in samples]
+    plain = sum(arrays[name].nbytes for name in ("tokens", "mask", "rollout_logprobs"))
+    assert rollout_bytes(spec, lengths, routing=False) == plain
+    assert rollout_bytes(spec, lengths, routing=True) - plain == arrays["routing"].nbytes
