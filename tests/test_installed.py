@@ -76,11 +76,12 @@ def test_a_run_says_all_of_it_before_it_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken, words",
     [
         ("te_broken", "RuntimeError: Found empty"),
-        pytest.param("te_files", "FileNotFoundError: Could not find", marks=pytest.mark.slow),
+        ("te_files", "FileNotFoundError: Could not find"),
     ],
 )
 def test_what_fails_only_when_it_is_imported_is_named(

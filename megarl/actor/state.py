@@ -169,8 +169,10 @@ def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
         part = part.get(
             "optimizer", part
         )  # the distributed optimizer nests, the plain one does not
-        for moments in filter(None, part.get("state", {}).values()):
-            moments.setdefault("step", torch.tensor(0.0))  # upstream leaves out a step of 0
+        moments = part.get("state", {})
+        if "common_step" not in moments:  # which upstream leaves out where it is 0
+            for entry in filter(None, moments.values()):
+                entry["step"] = torch.tensor(0.0)
         saved = part["param_groups"]
         part["param_groups"] = [
             {**_same_kind(saved, group), "is_expert_parallel": group.get("is_expert_parallel")}

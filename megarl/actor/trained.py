@@ -153,9 +153,9 @@ class TrainedModel:
         about = {"whose": self.whose, "step": plan.step, "index": index, "found": found}
         kept = kept_rows(plan.steps[index], faults, plan.names, rank=self.parallel.rank, **about)
         try:
-            log.error("%s: rows kept in %s", found, write_rows(self.keep_in, kept))
+            log.error("rows of step %d kept in %s", plan.step, write_rows(self.keep_in, kept))
         except OSError as e:
-            log.error("%s: rows could not be kept in %s: %s", found, self.keep_in, e)
+            log.error("rows of step %d could not be kept in %s: %s", plan.step, self.keep_in, e)
 
 
 def _all_finite(values: torch.Tensor) -> bool:

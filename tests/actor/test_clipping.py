@@ -54,7 +54,7 @@ def plain(pool: WorkerPool, tiny_model: Path, recorded: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "layout, optim",
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=slow),
         ({"dp": 2, "ep": 2}, SPLIT),
         pytest.param({"tp": 2}, {}, marks=slow),
         pytest.param({"tp": 2}, SPLIT, marks=slow),

@@ -45,6 +45,7 @@ def test_a_frozen_router_stays(
         assert all(far > 0 for far in others)
 
 
+@slow
 def test_the_router_in_double_precision_chooses_the_same_and_weighs_finer(
     pool: WorkerPool, tiny_model: Path
 ) -> None:

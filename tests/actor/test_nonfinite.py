@@ -53,7 +53,7 @@ def test_the_optimizer_step_is_skipped_on_every_rank(
     assert bad == (1 if spoil == "nan" else 0)
 
 
-@pytest.mark.parametrize("spoil", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("spoil", ["nan", *(pytest.param(x, marks=slow) for x in ("inf", "-inf"))])
 def test_a_spoilt_sample_can_be_left_out(
     pool: WorkerPool, tiny_model: Path, tmp_path: Path, spoil: str
 ) -> None:
@@ -170,7 +170,7 @@ def check_what_was_bad(rows: Any, spoil: str) -> set[str]:
     return names_of_bad(rows)
 
 
-@pytest.mark.parametrize("how", ["raise", "skip"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("skip", marks=slow)])
 def test_a_disk_that_takes_nothing_hides_nothing(
     pool: WorkerPool, tiny_model: Path, tmp_path: Path, how: str
 ) -> None:

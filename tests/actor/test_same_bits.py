@@ -14,6 +14,7 @@ import torch
 from megarl.data.recorded import recorded_path, write_samples
 from tests.actor import compare
 from tests.helpers.dist import WorkerPool
+from tests.helpers.families import save_model
 from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
@@ -58,7 +59,7 @@ def assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     "layout, sections",
     [
         (EP2, selective(*PARTS)),
-        (VPP, FULL),
+        pytest.param(VPP, FULL, marks=slow),
         pytest.param({}, selective("core_attn"), marks=slow),
         pytest.param({}, selective("moe"), marks=slow),
         pytest.param({}, FULL, marks=slow),
@@ -83,6 +84,42 @@ def test_recomputation(
 ) -> None:
     plain = train(pool, tiny_model, recorded, layout)
     assert_same_bits(train(pool, tiny_model, recorded, layout, **sections), plain)
+
+
+@slow
+@pytest.mark.parametrize(
+    "layout, sections",
+    [
+        ({}, selective("core_attn", "mlp", "moe")),
+        ({}, selective("shared_experts")),
+        (PP2, FULL),
+        (EP2, selective("core_attn", "moe")),
+    ],
+    ids=str,
+)
+def test_recomputation_of_latent_attention_shared_experts_and_biases(
+    pool: WorkerPool,
+    recorded: Path,
+    tmp_path: Path,
+    layout: dict[str, int],
+    sections: dict[str, Any],
+) -> None:
+    """A token that is routed again in the backward pass counts once towards its expert's bias."""
+    model = save_model("deepseek_v3", tmp_path / "model")
+    plain = train(pool, model, recorded, layout)
+    assert_same_bits(train(pool, model, recorded, layout, **sections), plain)
+
+
+@slow
+def test_shared_experts_beside_the_exchange(
+    pool: WorkerPool, recorded: Path, tmp_path: Path
+) -> None:
+    """To rounding: gradients of shared experts and router are added in another order."""
+    model = save_model("deepseek_v3", tmp_path / "model")
+    plain = train(pool, model, recorded, EP2)
+    beside = train(pool, model, recorded, EP2, overlap={"moe_shared_expert": True})
+    for name, g in plain["gradients"].items():
+        assert (beside["gradients"][name] - g).abs().max() <= 2e-5 * g.abs().max(), name
 
 
 SPLIT = {"optim": {"distributed": True}}
@@ -115,6 +152,7 @@ def test_overlap(
     assert_same_bits(train(pool, tiny_model, recorded, layout, **overlapped), plain)
 
 
+@slow
 @pytest.mark.parametrize("layout", [EP2, pytest.param({"tp": 2, "ep": 2, "etp": 1}, marks=slow)])
 def test_both_dispatchers_compute_the_same(
     pool: WorkerPool, tiny_model: Path, recorded: Path, layout: dict[str, int]

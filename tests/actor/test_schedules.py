@@ -89,7 +89,12 @@ CASES: dict[str, tuple[dict[str, Any], Rate, Rate]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW = ("default", "linear, rising decay", "cosine, rising decay", "inverse square root")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_every_step_has_the_rates_of_the_closed_form(
     pool: WorkerPool, tiny_small: Path, tmp_path: Path, name: str
 ) -> None:

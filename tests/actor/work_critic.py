@@ -121,6 +121,7 @@ def at_the_start(rank: int, hf: Path, samples: list[Sample]) -> dict[str, Any]:
     """A critic that has not learnt; its values, and what it is after bad and empty steps."""
     try:
         subject = Subject(hf, {}, None)
+        subject.critic.keep_in = hf.parent / "nonfinite"
         plan = subject.plan(samples)
         values = torch.cat([row.values for rows in plan.steps for row in rows])
         before = subject.weights()
