@@ -1,23 +1,20 @@
 """A step's samples -> what each rank trains.
 
-Before any forward pass (``make_plan``): data masks, optimizer steps, packed rows. After the passes
-that give old and reference log-probs (``complete_plan``): advantages, correction weights,
-aggregation weights, selected tokens, coefficients. Everything that needs the whole batch or a
-quantile is computed here, so that a loss downstream is a plain sum.
+After the passes that give old and reference log-probs: advantages, correction weights, aggregation
+weights, selected tokens, coefficients. Everything that needs the whole batch or a quantile is
+computed here, so that a loss downstream is a plain sum.
 
 1. Advantages are of the rollout batch. What weighs tokens inside a loss (aggregation, corrections,
    selections) is of the optimizer step.
-2. Group statistics come from samples, which every rank has; token statistics from this rank's rows,
-   put together over ranks (``share``) in rank order. Both are float64.
+2. Group statistics come from samples' facts, which every rank has; token statistics from this
+   rank's rows, put together over ranks (``share``) in rank order. Both are float64.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.algos.advantages import Batch, Share, assign_advantages
@@ -32,29 +29,23 @@ from megarl.algos.value import value_metrics
 from megarl.algos.weighting import TokenWeights, weigh
 from megarl.config.algo import AlgoSection
 from megarl.config.schema import Config
-from megarl.data.packing import build_row, plan_rows
-from megarl.errors import DataError
 from megarl.mesh import Mesh
-from megarl.types import Coefficients, Mean, Metric, PackedBatch, Sample, StepMetrics, TrainPlan
-
-
-def trained_samples(samples: Sequence[Sample], algo: AlgoSection) -> list[Sample]:
-    """The samples with their data masks: ``algo.overlong_filter`` takes truncated ones out of the
-    training. Rewards and lengths that enter statistics are those of the samples as they came.
-    """
-    if not algo.overlong_filter:
-        return list(samples)
-    return [replace(s, mask=np.zeros_like(s.mask)) if s.truncated else s for s in samples]
+from megarl.planning import build_plan, plan_steps, split_by_group, trained_samples
+from megarl.types import (
+    Coefficients,
+    Known,
+    Mean,
+    Metric,
+    PackedBatch,
+    Sample,
+    StepMetrics,
+    TrainPlan,
+)
 
 
 def needs_reference(config: Config) -> bool:
     """Whether a reference policy is compared with."""
     return config.algo.kl is not None
-
-
-def needs_recorded_values(config: Config) -> bool:
-    """Whether the samples must bring values, as no critic gives them."""
-    return config.algo.needs_values and config.critic.lr is None
 
 
 def make_plan(
@@ -65,61 +56,9 @@ def make_plan(
     flops: tuple[int, int] = (1, 0),
     step: int = 0,
 ) -> TrainPlan:
-    """The rows of data-parallel rank ``dp_rank``: ``algo.minibatches`` optimizer steps, groups kept
-    whole. Without advantages and weights yet. ``flops``: the model's, of a token and of a pair of
-    tokens (``models/flops.py``). ``step``: the training step.
-    """
-    _check_steps(samples)
-    samples = trained_samples(samples, config.algo)
-    if needs_recorded_values(config) and any(s.values is None for s in samples):
-        accepted = "critic.lr, or values of every sample: algo.advantage.name=gae needs them"
-        raise DataError(f"{config.data.recorded}: samples without values; accepted: {accepted}")
-    steps, tokens = [], []
-    for part in split_by_group(samples, config.algo.minibatches):
-        lengths = [len(samples[i].tokens) for i in part]
-        rows = plan_rows(
-            lengths,
-            row_tokens=config.train.row_tokens,
-            dp=mesh.dp,
-            segment_multiple=mesh.segment_multiple,
-            row_multiple=mesh.row_multiple,
-            rows_multiple=mesh.rows_multiple,
-            buckets=config.train.row_buckets,
-            flops=flops,
-        )
-        build = partial(build_row, samples, segment_multiple=mesh.segment_multiple)
-        steps.append(
-            [
-                build([part[k] for k in row], length=length)
-                for row, length in zip(rows.rows[dp_rank], rows.lengths, strict=True)
-            ]
-        )
-        tokens.append(sum(samples[i].trained_tokens for i in part))
-    if config.algo.old_logprobs == "rollout":
-        for row in (row for rows in steps for row in rows):
-            row.old_logprobs = row.rollout_logprobs
-    return TrainPlan(steps, tokens, [s.name for s in samples], step=step)
-
-
-def _check_steps(samples: Sequence[Sample]) -> None:
-    """Raise DataError, on every rank alike, for steps that end outside their sample."""
-    for s in samples:
-        ends = () if s.step_ends is None else s.step_ends.tolist()
-        if any(not 1 <= end < len(s.tokens) for end in ends):
-            raise DataError(
-                f"sample {s.name} of {len(s.tokens)} tokens has steps that end at the tokens "
-                f"{ends}; accepted: 1 to {len(s.tokens) - 1}"
-            )
-
-
-def split_by_group(samples: Sequence[Sample], parts: int) -> list[list[int]]:
-    """Sample indices of each optimizer step: whole groups, dealt in order of first appearance."""
-    groups = list(dict.fromkeys(s.group for s in samples))
-    share = {g: k * parts // len(groups) for k, g in enumerate(groups)}
-    out: list[list[int]] = [[] for _ in range(parts)]
-    for i, sample in enumerate(samples):
-        out[share[sample.group]].append(i)
-    return out
+    """The plan of a rank that has all samples itself, as in one process (``planning.py``)."""
+    steps = plan_steps(samples, config, mesh, flops)
+    return build_plan(steps, samples, samples, config, mesh, dp_rank)
 
 
 @dataclass(frozen=True)
@@ -143,7 +82,7 @@ ONE_RANK = Ranks(gather=lambda value: [value])
 
 def complete_plan(
     plan: TrainPlan,
-    samples: Sequence[Sample],
+    samples: Sequence[Known],
     config: Config,
     controllers: Controllers,
     ranks: Ranks = ONE_RANK,
@@ -171,7 +110,7 @@ def complete_plan(
     return metrics + measured
 
 
-def _outcomes(samples: Sequence[Sample], algo: AlgoSection) -> Outcomes:
+def _outcomes(samples: Sequence[Known], algo: AlgoSection) -> Outcomes:
     """Rewards with their length penalty. A trajectory of several samples is one outcome."""
     shared = any(s.trajectory is not None for s in samples)
     found = Outcomes.of(
@@ -215,7 +154,7 @@ def _kl_of(row: PackedBatch, algo: AlgoSection) -> torch.Tensor:
 def _complete_step(
     part: Sequence[int],
     rows: Sequence[PackedBatch],
-    samples: Sequence[Sample],
+    samples: Sequence[Known],
     algo: AlgoSection,
     share: Share,
 ) -> StepMetrics:
@@ -319,7 +258,7 @@ def _advantage_metrics(
     ]
 
 
-def _response_metrics(samples: Sequence[Sample], trained: Sequence[Sample]) -> StepMetrics:
+def _response_metrics(samples: Sequence[Known], trained: Sequence[Known]) -> StepMetrics:
     """Of responses as they came, and of what the data masks leave of them."""
     lengths = [s.trained_tokens for s in samples]
     return [

@@ -2,10 +2,12 @@
 
 One step, on every rank:
 
-1. **samples**: from the rollout servers, demonstrations or a recording (``sources.py``); the same
-   list everywhere.
-2. **plan**: optimizer steps and packed rows; **old and reference log-probs**, and a critic's
-   **values**: forward passes; **advantages** and what weighs every token (``experience.py``).
+1. **samples**: from the rollout servers, demonstrations or a recording (``sources.py``); facts of
+   them everywhere, tokens where they were collected.
+2. **plan**: optimizer steps and rows, of facts alone (``planning.py``); **exchange**: tokens to the
+   ranks that use them (``data/exchange.py``), as packed rows; **old and reference log-probs**, and
+   a critic's **values**: forward passes; **advantages** and what weighs every token
+   (``experience.py``).
 3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's.
 4. **after the update**: new weights to the servers, held-out evaluation (``sources.py``).
 5. **report** and, when due, **checkpoint**.
@@ -31,20 +33,24 @@ from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config
 from megarl.config.training import optimizer_steps
+from megarl.data.exchange import Collected, Delivery, Exchange
+from megarl.data.nodes import Nodes, find_nodes
 from megarl.errors import RunError
-from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
+from megarl.experience import Ranks, complete_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
 from megarl.models.flops import pass_flops
 from megarl.models.settings import model_spec
+from megarl.models.spec import ModelSpec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
+from megarl.planning import build_plan, dp_ranks, plan_steps, routing_here, stage_layers
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Job, Metric, Sample, StepMetrics, Sum
+from megarl.types import Job, Max, Metric, StepMetrics, Sum, TrainPlan
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +72,7 @@ class Parts:
     timer: PhaseTimer
     stop: StopRequest
     controllers: Controllers
+    nodes: Nodes
     ops: dict[str, str]  # which implementation of every op runs
 
     @property
@@ -125,18 +132,16 @@ def train_step(parts: Parts, step: int) -> None:
     with timer("step"):
         with timer("rollout"):
             samples, metrics = parts.source.take(step)
+            facts = [s.facts for s in samples]
         with timer("plan"):
-            flops = pass_flops(parts.actor.spec)
-            plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops, step)
+            plan, moved = _plan(parts, samples, parallel, actor.spec, step)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
             with timer("values"):
                 critic.values(plan)
         with timer("advantages"):
-            shared = complete_plan(
-                plan, samples, parts.config, parts.controllers, ranks_of(parallel)
-            )
+            shared = complete_plan(plan, facts, parts.config, parts.controllers, ranks_of(parallel))
         with timer("train"):
             metrics += actor.train(plan)
         if critic is not None:
@@ -146,10 +151,26 @@ def train_step(parts: Parts, step: int) -> None:
             metrics += parts.source.updated(step)
     if parallel.rank == 0:
         metrics += shared
-        metrics.append(Metric("perf/tokens", Sum(float(sum(len(s.tokens) for s in samples)))))
+        metrics.append(Metric("perf/tokens", Sum(float(sum(f.length for f in facts)))))
+    metrics.append(Metric("perf/exchange_bytes", Max(moved.received + moved.carried)))
     with timer("eval"):
         metrics += parts.source.evaluate(step)
     _report(parts, step, metrics, samples)
+
+
+def _plan(
+    parts: Parts, samples: list[Collected], parallel: Parallel, spec: ModelSpec, step: int
+) -> tuple[TrainPlan, Delivery]:
+    """This rank's rows for a model in the layout of ``parallel``, and what was moved for them."""
+    config, mesh, at = parts.config, parallel.mesh, parallel.at
+    facts, layers = [s.facts for s in samples], stage_layers(spec.moe_layers, mesh)
+    steps = plan_steps(facts, config, mesh, pass_flops(spec))
+    exchange = Exchange(mesh, parts.nodes, layers)
+    with parts.timer("exchange"):
+        moved = exchange.deliver(samples, dp_ranks(steps, len(samples)))
+    routing = routing_here(facts, layers, at.pp)
+    plan = build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step)
+    return plan, moved
 
 
 def save(parts: Parts, step: int) -> None:
@@ -174,11 +195,11 @@ def _build(
     config: Config, rundir: RunDir, job: Job, stop: StopRequest, stack: ExitStack
 ) -> tuple[Parts, int]:
     """Every part, and the step to go on from."""
-    mesh = mesh_of(config)
     spec = model_spec(config.model)
     stop.where = "joining the other ranks"
+    seed, timeout_s = config.run.seed, config.run.timeout_s
     parallel = init_parallel(
-        mesh, local_rank=job.local_rank, seed=config.run.seed, timeout_s=config.run.timeout_s
+        mesh_of(config), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
     )
     stack.callback(destroy_parallel)
     stop.where = "checking the compiled operators"
@@ -199,7 +220,7 @@ def _build(
         _load_weights(_trained(actor, critic), config.model.load / MEGATRON)
     if needs_reference(config):
         actor.keep_reference()
-    step = 0
+    step = resume or 0
     loop_state: dict[str, Any] | None = None
     if resume is not None:
         stop.where = f"loading checkpoint {resume}"
@@ -207,7 +228,6 @@ def _build(
         loop_state = checkpoints.loop_state(resume)
         for name, model in _trained(actor, critic).items():
             load_trained(model, folder / name)
-        step = resume
     reporter = Reporter(
         rundir,
         total_steps=config.run.steps,
@@ -218,7 +238,8 @@ def _build(
     stack.callback(reporter.close)
     reporter.note(describe(ops, parallel.device))
     stop.where = "starting the source of samples"
-    surroundings = Surroundings(config, rundir, job, parallel, actor, stop)
+    nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
+    surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop)
     source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
     controllers = Controllers.of(config.algo)
@@ -227,7 +248,7 @@ def _build(
         controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
-        *(PhaseTimer(), stop, controllers, ops),
+        *(PhaseTimer(), stop, controllers, nodes, ops),
     )
     return parts, step
 
@@ -304,7 +325,7 @@ def _claim(config: Config, rundir: RunDir, stack: ExitStack) -> int | None:
     return resume
 
 
-def _report(parts: Parts, step: int, metrics: StepMetrics, samples: list[Sample]) -> None:
+def _report(parts: Parts, step: int, metrics: StepMetrics, samples: list[Collected]) -> None:
     """Reduce every metric once over all ranks; rank 0 writes and shows them."""
     local = merge_metrics([metrics, parts.timer.drain()])
     gathered = gather_bytes(encode(local), parts.parallel.host)

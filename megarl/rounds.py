@@ -1,7 +1,8 @@
 """A step's samples: prompts dealt out to the collectors, in rounds until enough of them teach.
 
-1. A round is ``prompts_per_step`` prompts, a run of them for each collector; its samples are shared
-   with every rank, and what follows is decided from them alike everywhere.
+1. A round is ``prompts_per_step`` prompts, a run of them for each collector; facts of its samples
+   are shared with every rank, and what follows is decided from them alike everywhere. The samples
+   stay where they were collected.
 2. Without dynamic sampling a step is one round. With it (DAPO, arXiv 2503.14476) rounds go on until
    ``prompts_per_step`` groups are informative (``algos/shaping.py``) or ``max_rounds`` are used up.
 3. The groups trained on are the first informative ones, by round and position in it, never by what
@@ -18,14 +19,14 @@ from dataclasses import dataclass, replace
 import torch.distributed as dist
 
 from megarl.algos.shaping import informative_groups
-from megarl.data.exchange import share_samples
+from megarl.data.exchange import Collected, share_facts
 from megarl.data.prompts import PromptStream
 from megarl.data.rewards import pad_rewards
 from megarl.errors import DataError
 from megarl.hostcomm import agree, gather_and_share
 from megarl.protocols import Collector
 from megarl.rollout.collect import component_metrics
-from megarl.types import Max, Mean, Metric, Prompt, Rollouts, Sample, StepMetrics
+from megarl.types import Known, Max, Mean, Metric, OneOfKnown, Prompt, Rollouts, Sample, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 class StepSamples:
     """``samples``: to train on. ``accuracy``: share of right ones among all that were sampled."""
 
-    samples: list[Sample]
+    samples: list[Collected]
     accuracy: float
     metrics: StepMetrics
 
@@ -62,24 +63,25 @@ class Rounds:
 
     def take(self, step: int, max_new_tokens: int) -> StepSamples:
         """The samples of ``step``; the prompts used have left the stream."""
-        sampled: list[Sample] = []
+        sampled: list[Collected] = []
         earlier: list[Prompt] = []
         metrics: StepMetrics = []
         seconds, rounds, teaching = 0.0, 0, 0
         while rounds < (self._max_rounds or 1) and teaching < self._prompts_per_step:
             prompts = self._stream.take(self._prompts_per_step)
             rollouts, samples = self._round(prompts, earlier, step, max_new_tokens)
-            sampled += [replace(s, group=s.group + len(earlier)) for s in samples]
+            sampled += [_relabelled(c, c.facts.group + len(earlier)) for c in samples]
             earlier += prompts
             metrics += rollouts.metrics
             seconds += rollouts.seconds
             rounds += 1
-            teaching = sum(_informative(sampled).values())
-        sampled = pad_rewards(sampled, len(self.reward_names) or 1)
+            teaching = sum(_informative([c.facts for c in sampled]).values())
+        facts = pad_rewards([c.facts for c in sampled], len(self.reward_names) or 1)
+        sampled = [replace(c, facts=f) for c, f in zip(sampled, facts, strict=True)]
         if self._collector is not None:
             metrics.append(Metric("rollout/generate_seconds", Max(seconds)))
         if self._rank == 0:
-            metrics += component_metrics(sampled, self.reward_names, "rollout")
+            metrics += component_metrics(facts, self.reward_names, "rollout")
         if self._max_rounds is not None:
             metrics += _filter_metrics(teaching, len(earlier), rounds)
             if teaching < self._prompts_per_step:
@@ -88,12 +90,13 @@ class Rounds:
                     "ones fill the step",
                     *(step, teaching, len(earlier), rounds, self._prompts_per_step - teaching),
                 )
-        accuracy = sum(s.correct for s in sampled) / len(sampled)
-        return StepSamples(select_groups(sampled, self._prompts_per_step), accuracy, metrics)
+        accuracy = sum(f.correct for f in facts) / len(facts)
+        chosen = {f.group for f in select_groups(facts, self._prompts_per_step)}
+        return StepSamples([c for c in sampled if c.facts.group in chosen], accuracy, metrics)
 
     def _round(
         self, prompts: Sequence[Prompt], earlier: Sequence[Prompt], step: int, max_new_tokens: int
-    ) -> tuple[Rollouts, list[Sample]]:
+    ) -> tuple[Rollouts, list[Collected]]:
         """This rank's rollouts, and the samples of every collector in the prompts' order."""
         rollouts = Rollouts([])
         error: Exception | None = None
@@ -112,7 +115,7 @@ class Rounds:
             labelled = [replace(s, group=s.group + first) for s in rollouts.samples]
             rollouts = replace(rollouts, samples=labelled)
         agree(error, self._host, "collecting rollouts")
-        samples = share_samples(rollouts.samples, self._collectors, self._rank, self._host)
+        samples = share_facts(rollouts.samples, self._collectors, self._rank, self._host)
         self._agree_on_names(rollouts)
         return rollouts, samples
 
@@ -130,7 +133,7 @@ class Rounds:
             self.reward_names = tuple(names) or self.reward_names
 
 
-def select_groups(samples: Sequence[Sample], count: int) -> list[Sample]:
+def select_groups(samples: Sequence[OneOfKnown], count: int) -> list[OneOfKnown]:
     """Samples of ``count`` groups, in their order: the first informative ones, and, where these are
     too few, the first others.
     """
@@ -151,7 +154,11 @@ def only_informative(samples: Sequence[Sample], step: int) -> tuple[list[Sample]
     return [s for s in samples if informative[s.group]], metrics
 
 
-def _informative(samples: Sequence[Sample]) -> dict[int, bool]:
+def _relabelled(collected: Collected, group: int) -> Collected:
+    return replace(collected, facts=replace(collected.facts, group=group))
+
+
+def _informative(samples: Sequence[Known]) -> dict[int, bool]:
     return informative_groups([float(s.correct) for s in samples], [s.group for s in samples])
 
 

@@ -1,13 +1,13 @@
 """Where a step's samples come from, and what follows an update: one class a ``run.mode``.
 
-Every rank gets the same samples in the same order. Methods are collective over all trainer ranks
-unless said.
+Every rank gets the same samples in the same order, as far as facts go; their tokens may be on one
+rank only. Methods are collective over all trainer ranks unless said.
 """
 
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,8 @@ from megarl.actor.actor import MegatronActor
 from megarl.actor.setup import Parallel
 from megarl.config.schema import Config
 from megarl.curriculum import LengthCurriculum
+from megarl.data.exchange import Collected, everywhere
+from megarl.data.nodes import Nodes
 from megarl.data.prompts import (
     DemonstrationStream,
     PromptStream,
@@ -29,7 +31,7 @@ from megarl.data.recorded import read_samples, recorded_path, recorded_steps, wr
 from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError, ServerError
-from megarl.hostcomm import agree, broadcast_json, gather_and_share
+from megarl.hostcomm import agree, broadcast_json
 from megarl.monitor.samples import SampleText
 from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.control import ServerControl
@@ -52,6 +54,7 @@ class Surroundings:
     rundir: RunDir
     job: Job
     parallel: Parallel
+    nodes: Nodes
     actor: MegatronActor
     stop: StopRequest
 
@@ -61,7 +64,7 @@ class Source(Protocol):
         """Before the first step of this process; ``step`` steps are done."""
         ...
 
-    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
         """The samples that step ``step`` trains on."""
         ...
 
@@ -71,8 +74,8 @@ class Source(Protocol):
 
     def evaluate(self, step: int) -> StepMetrics: ...
 
-    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
-        """The first ``count`` samples as text, for people. Not collective."""
+    def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
+        """The first ``count`` of the samples that are here as text, for people. Not collective."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -94,7 +97,7 @@ class _Passive:
     def evaluate(self, step: int) -> StepMetrics:
         return []
 
-    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
+    def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
         return []
 
     def close(self) -> None:
@@ -114,8 +117,8 @@ class DemonstrationSource(_Passive):
         self.stream = DemonstrationStream(samples, config.run.seed)
         self.count = config.data.prompts_per_step
 
-    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
-        return self.stream.take(self.count), []
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
+        return everywhere(self.stream.take(self.count)), []
 
     def state(self) -> dict[str, Any]:
         return self.stream.state()
@@ -139,9 +142,12 @@ class RecordedSource(_Passive):
                 f"run.steps={config.run.steps} needs 1 to {config.run.steps}"
             )
 
-    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
         samples = read_samples(self.paths[step])
-        return only_informative(samples, step) if self.filtered else (samples, [])
+        metrics: StepMetrics = []
+        if self.filtered:
+            samples, metrics = only_informative(samples, step)
+        return everywhere(samples), metrics
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -165,8 +171,7 @@ class RolloutSource:
         self.answers = {
             p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
         }
-        flags = gather_and_share(parallel.local_rank == 0, parallel.host)
-        self.collectors = [rank for rank, collects in enumerate(flags) if collects]
+        self.collectors = run.nodes.leaders
         self.fleet = self._open_fleet(run.stop)
         urls: list[str] = broadcast_json(self.fleet.urls if self.fleet else None, 0, parallel.host)
         key = read_key(config.rollout.key_file or run.rundir.key)
@@ -195,14 +200,14 @@ class RolloutSource:
         metrics = self._push(step)
         return metrics + self.evaluate(step) if step == 0 else metrics
 
-    def take(self, step: int) -> tuple[list[Sample], StepMetrics]:
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
         limit = self.lengths.max_new_tokens
         taken = self.rounds.take(step, limit)
         self.lengths.update(step, taken.accuracy)
         if (longer := self.lengths.max_new_tokens) != limit:
             log.info("after step %d responses may have %d tokens", step, longer)
-        if self.config.monitor.record_rollouts and self.parallel.rank == 0:
-            write_samples(recorded_path(self.rundir.rollouts, step), taken.samples)
+        if self.config.monitor.record_rollouts:
+            self._record(taken.samples, step)
         return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
 
     def updated(self, step: int) -> StepMetrics:
@@ -225,8 +230,8 @@ class RolloutSource:
         agree(error, self.parallel.host, "held-out evaluation")
         return metrics
 
-    def readable(self, samples: Sequence[Sample], step: int, count: int) -> list[SampleText]:
-        return [self._readable(s, step) for s in samples[:count]]
+    def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
+        return [self._readable(s, step) for s in _here(samples)[:count]]
 
     def state(self) -> dict[str, Any]:
         state = {**self.stream.state(), "reward_names": list(self.rounds.reward_names)}
@@ -310,6 +315,18 @@ class RolloutSource:
             Metric("sync/tensors", Max(receipt.tensors)),
         ]
 
+    def _record(self, samples: Sequence[Collected], step: int) -> None:
+        """Every collector writes what it holds."""
+        error: Exception | None = None
+        if self.parallel.rank in self.collectors:
+            part = self.collectors.index(self.parallel.rank)
+            path = recorded_path(self.rundir.rollouts, step, part, len(self.collectors))
+            try:
+                write_samples(path, _here(samples))
+            except OSError as e:
+                error = e
+        agree(error, self.parallel.host, "recording rollouts")
+
     def _readable(self, sample: Sample, step: int) -> SampleText:
         prompt = int(sample.mask.argmax()) if sample.mask.any() else len(sample.tokens)
         return SampleText(
@@ -331,6 +348,15 @@ SOURCES: dict[str, Callable[[Surroundings], Source]] = {
     "sft": DemonstrationSource,
     "train_only": RecordedSource,
 }
+
+
+def _here(samples: Sequence[Collected]) -> list[Sample]:
+    """Those that this rank holds, with what was made of them since they were collected."""
+    return [
+        replace(c.sample, group=c.facts.group, rewards=c.facts.rewards)
+        for c in samples
+        if c.sample is not None
+    ]
 
 
 def _collect_settings(config: Config) -> CollectSettings:

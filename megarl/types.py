@@ -16,8 +16,8 @@ One sample's life, with real numbers (prompt ``3 + 5 - 2 = <think>``, ids 9 16 1
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -104,6 +104,10 @@ class Sample:
         return f"{self.prompt_id}/{self.index}"
 
     @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
     def reward(self) -> float:
         return float(self.rewards.sum())
 
@@ -111,6 +115,70 @@ class Sample:
     def trained_tokens(self) -> int:
         """The first token follows on nothing: it has no log-prob and is never trained."""
         return int(self.mask[1:].sum())
+
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """The optional numbers of every token that it has."""
+        return tuple(n for n in ("values", "ref_logprobs") if getattr(self, n) is not None)
+
+    @property
+    def facts(self) -> "SampleFacts":
+        routing = self.routing
+        return SampleFacts(
+            prompt_id=self.prompt_id,
+            group=self.group,
+            index=self.index,
+            length=self.length,
+            trained_tokens=self.trained_tokens,
+            rewards=self.rewards,
+            correct=self.correct,
+            truncated=self.truncated,
+            trajectory=self.trajectory,
+            step_rewards=self.step_rewards,
+            step_ends=self.step_ends,
+            brings=self.brings,
+            routing=None if routing is None else (*routing.shape[1:], routing.dtype.name),
+        )
+
+    def untrained(self) -> "Sample":
+        return replace(self, mask=np.zeros_like(self.mask))
+
+
+@dataclass(frozen=True)
+class SampleFacts:
+    """What every rank knows of every sample: all of it that does not grow with its length. Fields
+    and properties are those of ``Sample``.
+    """
+
+    prompt_id: str
+    group: int
+    index: int
+    length: int
+    trained_tokens: int
+    rewards: NDArray[np.float32]
+    correct: bool
+    truncated: bool
+    trajectory: int | None = None
+    step_rewards: NDArray[np.float32] | None = None
+    step_ends: NDArray[np.int32] | None = None
+    brings: tuple[str, ...] = ()
+    routing: tuple[int, int, str] | None = None  # M, K and dtype of what it has
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt_id}/{self.index}"
+
+    @property
+    def reward(self) -> float:
+        return float(self.rewards.sum())
+
+    def untrained(self) -> "SampleFacts":
+        return replace(self, trained_tokens=0)
+
+
+# What plans and statistics are made of, either will do
+Known = Sample | SampleFacts
+OneOfKnown = TypeVar("OneOfKnown", Sample, SampleFacts)
 
 
 @dataclass(frozen=True)
@@ -133,8 +201,9 @@ class PackedBatch:
 
     Segments lie one after another; each is padded to a multiple the layout needs, and padding at
     the end of the row is a segment of its own without a true token. Padding has ``valid`` and
-    ``mask`` False and weight 0. ``weight`` carries the whole normalisation from *global* counts: a
-    loss is ``(per_token * weight).sum()``.
+    ``mask`` False and weight 0. Every pipeline stage has the bounds; tokens only the first and the
+    last, what a loss needs only the last: elsewhere they are 0. ``weight`` carries the whole
+    normalisation from *global* counts: a loss is ``(per_token * weight).sum()``.
     """
 
     tokens: torch.Tensor  # i64 [T]
@@ -148,6 +217,7 @@ class PackedBatch:
     advantages: torch.Tensor  # f32 [T]
     rollout_logprobs: torch.Tensor  # f32 [T]
     samples: tuple[int, ...]  # index in the step's sample list of every non-padding segment
+    routing: torch.Tensor | None = None  # u8 | u16 [T, M of the stage, K], 0 where none is known
     # Of the passes before the update, on the last pipeline stage; or recorded
     old_logprobs: torch.Tensor | None = None  # f32 [T]
     old_entropy: torch.Tensor | None = None  # f32 [T]

@@ -32,6 +32,8 @@ def run(pool: WorkerPool, collectors: list[int], **arguments: Any) -> dict[str, 
     assert [s["rewards"] for s in one["steps"]] == [s["rewards"] for s in two["steps"]]
     assert [s["accuracy"] for s in one["steps"]] == [s["accuracy"] for s in two["steps"]]
     assert (one["state"], one["names"]) == (two["state"], two["names"])
+    for step, other in zip(one["steps"], two["steps"], strict=True):
+        step["held"] = [step["held"], other["held"]]
     return one | {"calls": [one["calls"], two["calls"]], "errors": [one["error"], two["error"]]}
 
 
@@ -55,6 +57,12 @@ def test_without_dynamic_sampling_a_step_is_one_round_whoever_collects(
     assert [s["accuracy"] for s in found["steps"]] == [4 / 12, 0.0]
     assert not [name for name, _ in found["steps"][0]["metrics"] if name.startswith("filter/")]
     share = 4 // len(collectors)
+    for step in found["steps"]:  # a sample is with the rank that collected it, and no other
+        for k, (prompt, _, _, _) in enumerate(step["samples"]):
+            holder = collectors[ORDER.index(prompt) % 4 // share]
+            assert [held[k] for held in step["held"]] == [
+                (holder, prompt if rank == holder else None) for rank in (0, 1)
+            ]
     for n, rank in enumerate(collectors):
         first = n * share
         assert found["calls"][rank] == [

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.data.exchange import share_samples
 from megarl.errors import DataError, MegarlError
 from megarl.hostcomm import (
     agree,
@@ -16,7 +15,6 @@ from megarl.hostcomm import (
     gather_bytes,
     gather_json,
 )
-from megarl.types import Sample
 
 
 def broadcasts(rank: int, payloads: list[bytes]) -> list[list[bytes]]:
@@ -72,11 +70,3 @@ def agreement_after_a_wait(rank: int, seconds: float) -> tuple[str, float]:
     except MegarlError as e:
         return str(e), time.monotonic() - start
     return "", 0.0
-
-
-def shared_samples(
-    rank: int, collected: dict[int, list[Sample]], orders: list[list[int]]
-) -> list[list[Sample]]:
-    return [
-        share_samples(collected.get(rank, []), order, rank, dist.group.WORLD) for order in orders
-    ]

@@ -89,8 +89,15 @@ def steps(
             found = rounds.take(step, 10 * step)
             taken.append(
                 {
-                    "samples": [(s.prompt_id, s.group, s.index, s.correct) for s in found.samples],
-                    "rewards": [s.rewards.tolist() for s in found.samples],
+                    "samples": [
+                        (c.facts.prompt_id, c.facts.group, c.facts.index, c.facts.correct)
+                        for c in found.samples
+                    ],
+                    "rewards": [c.facts.rewards.tolist() for c in found.samples],
+                    "held": [
+                        (c.holder, None if c.sample is None else c.sample.prompt_id)
+                        for c in found.samples
+                    ],
                     "accuracy": found.accuracy,
                     "metrics": _values(found.metrics),
                 }

@@ -37,6 +37,8 @@ from megatron.core.transformer.utils import (
 
 from megarl.data.packing import local_index
 
+_SINK_DIMS = 8  # one is used; fused kernels on CUDA want multiples of 8
+
 
 def packed_seq_params(cu_seqlens: torch.Tensor) -> PackedSeqParams:
     """``cu_seqlens`` i32 [S + 1]: padded bounds. Padding sits at a segment's end, where causality
@@ -158,21 +160,21 @@ class PackedAttention(MegatronModule):
             enable_gqa=q.size(2) != k.size(2),
         )
         if self.softmax_offset is not None:
-            out = out[..., :-1]
+            out = out[..., :-_SINK_DIMS]
         return out.transpose(1, 2).reshape(q.size(0) * q.size(1), -1)
 
     def _with_sink(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """The same with one more dimension and, in front of the others, the sink's key. Values have
-        the dimension too, with zeros: fused kernels want equal sizes.
+        """The same with the sink's dimension and, in front of the others, its key. Values have the
+        dimension too, with zeros: fused kernels want equal sizes.
         """
         assert self.softmax_offset is not None and mask is not None
-        offset = (self.softmax_offset / self.scale).to(q.dtype)
-        q = torch.cat([q, offset[:, None].expand(*q.shape[:3], 1)], -1)
-        k, v = (F.pad(x, (0, 1, 0, 0, 1, 0)) for x in (k, v))
+        offset = F.pad((self.softmax_offset / self.scale)[:, None], (0, _SINK_DIMS - 1))
+        q = torch.cat([q, offset.to(q.dtype).expand(*q.shape[:2], -1, -1)], -1)
+        k, v = (F.pad(x, (0, _SINK_DIMS, 0, 0, 1, 0)) for x in (k, v))
         sink = torch.zeros(k.size(-1), dtype=k.dtype, device=k.device)
-        sink[-1] = 1.0
+        sink[-_SINK_DIMS] = 1.0
         k = torch.cat([sink.expand(k.size(0), 1, k.size(2), -1), k[:, 1:]], 1)
         return q, k, v, F.pad(mask, (1, 0), value=True)
 

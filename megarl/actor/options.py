@@ -77,7 +77,7 @@ def _experts(section: MoeSection) -> dict[str, Any]:
         "moe_router_fusion": section.router_fusion,
         "moe_grouped_gemm": section.grouped_gemm,
         "moe_router_dtype": section.router_dtype,
-        "moe_router_load_balancing_type": section.load_balancing if balanced else "none",
+        "moe_router_load_balancing_type": "aux_loss" if balanced else "none",
         "moe_aux_loss_coeff": section.aux_loss_coeff,
         "moe_z_loss_coeff": section.z_loss_coeff or None,
         "moe_router_bias_update_rate": section.router_bias_update_rate,

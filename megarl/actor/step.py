@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
+from torch.profiler import record_function
 
 from megarl.actor.attention_packed import packed_seq_params
 from megarl.actor.names import unwrap
@@ -33,6 +34,9 @@ from megarl.algos.segments import Segments
 from megarl.data.packing import local_index
 from megarl.ops import logprob_entropy
 from megarl.types import Coefficients, LossInputs, PackedBatch, StepMetrics
+
+# Ranges that a profiler shows
+TO_DEVICE, LOGPROBS, LOSS = "megarl/to_device", "megarl/logprobs", "megarl/loss"
 
 # (row, positions of it that are here, the model's output or what follows from it) -> (loss, result)
 OnOutput = Callable[[PackedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]]
@@ -66,12 +70,14 @@ def run_schedule(
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, parallel.mesh.cp, parallel.at.cp)
         on = partial(local, index=index, device=parallel.device)
+        with record_function(TO_DEVICE):
+            tokens, positions = on(row.tokens)[None], on(row.positions)[None]
+            padding = _padding(core, on(~row.valid), parallel) if balanced else None
+            packing = packed_seq_params(row.cu_seqlens.to(parallel.device))
         outputs = core(
-            on(row.tokens)[None],
-            on(row.positions)[None],
-            None,
-            packed_seq_params=packed_seq_params(row.cu_seqlens.to(parallel.device)),
-            padding_mask=_padding(core, on(~row.valid), parallel) if balanced else None,
+            *(tokens, positions, None),
+            packed_seq_params=packing,
+            padding_mask=padding,
             **in_model_precision,
         )
 
@@ -81,16 +87,15 @@ def run_schedule(
 
         return outputs, loss_func
 
-    length = max(len(r.tokens) for r in rows)  # which only pipeline stages' exchanges go by
-    assert parallel.mesh.pp == 1 or all(len(r.tokens) == length for r in rows), (
-        "stages exchange activations of rows that share a length"
-    )
+    lengths = {len(row.tokens) for row in rows}
+    # Stages then tell each other the shape of what they send. All have rows of the same lengths.
+    config.variable_seq_lengths = parallel.mesh.pp > 1 and len(lengths) > 1
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(rows) for _ in model],
         model=model,
         num_microbatches=len(rows),
-        seq_length=length,
+        seq_length=max(lengths),
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -114,14 +119,15 @@ def on_logprobs(
     def of_logits(
         row: PackedBatch, index: torch.Tensor, output: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        logprobs, entropy = logprob_entropy(
-            output.squeeze(0),  # not output[0], whose backward would copy the gradient
-            local(row.targets, index=index, device=parallel.device),
-            vocab_size=vocab_size,
-            temperature=temperature,
-            group=parallel.tp,
-            inplace_backward=True,  # the output layer keeps its input, nobody the logits
-        )
+        with record_function(LOGPROBS):
+            logprobs, entropy = logprob_entropy(
+                output.squeeze(0),  # not output[0], whose backward would copy the gradient
+                local(row.targets, index=index, device=parallel.device),
+                vocab_size=vocab_size,
+                temperature=temperature,
+                group=parallel.tp,
+                inplace_backward=True,  # the output layer keeps its input, nobody the logits
+            )
         return finish(row, index, logprobs, entropy)
 
     return of_logits
@@ -221,9 +227,11 @@ def policy_loss(
     def finish(
         row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, RowResult]:
-        inputs = loss_inputs(row, index, parallel.device, logprobs, entropy)
-        segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
-        found = objective(inputs, segments, coefficients)
+        with record_function(TO_DEVICE):
+            inputs = loss_inputs(row, index, parallel.device, logprobs, entropy)
+            segments = Segments(row.cu_seqlens.to(parallel.device) // parallel.mesh.cp, parallel.cp)
+        with record_function(LOSS):
+            found = objective(inputs, segments, coefficients)
         metrics = found.metrics if parallel.speaks_for_tokens else []
         result = RowResult.of(metrics, row, index, found.dropped, logprobs)
         return (found.loss * scale).float(), result

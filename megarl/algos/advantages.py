@@ -28,7 +28,7 @@ from megarl.config.algo import (
 )
 from megarl.errors import DataError
 from megarl.ops import discounted_returns
-from megarl.types import PackedBatch, Sample
+from megarl.types import Known, PackedBatch
 
 log = logging.getLogger(__name__)
 Share = Callable[[Any], list[Any]]
@@ -41,7 +41,7 @@ class Batch:
     reference takes off every token's reward.
     """
 
-    samples: Sequence[Sample]
+    samples: Sequence[Known]
     outcomes: Outcomes
     rows: Sequence[PackedBatch]
     penalty: Callable[[PackedBatch], torch.Tensor]
@@ -77,7 +77,7 @@ def _warn_without_groups(outcomes: Outcomes) -> None:
 
 def _grpo_process(section: ProcessAdvantage, batch: Batch) -> list[torch.Tensor]:
     rewards, ends = _steps(batch.samples)
-    lengths = [len(s.tokens) for s in batch.samples]
+    lengths = [s.length for s in batch.samples]
     values = process_advantages(section, rewards, ends, lengths, batch.outcomes.groups.tolist())
     return [row.spread(lambda i: values[i]) for row in batch.rows]
 
@@ -203,7 +203,7 @@ def _token_rewards(batch: Batch) -> list[torch.Tensor]:
     return rewards
 
 
-def _steps(samples: Sequence[Sample]) -> tuple[list[list[float]], list[list[int]]]:
+def _steps(samples: Sequence[Known]) -> tuple[list[list[float]], list[list[int]]]:
     """A sample without steps, such as one that never ended, has none. Raises DataError where no
     finished sample of the batch has any.
     """

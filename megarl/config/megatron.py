@@ -71,17 +71,14 @@ class MoeSection(Section):
     """
     router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Of the router's logits, probabilities and of the weighted sum of experts."""
-    load_balancing: Literal["aux_loss", "global_aux_loss"] = "aux_loss"
-    """What ``aux_loss_coeff`` weighs. aux_loss: balance inside each row. global_aux_loss: balance
-    over all rows of the optimizer step so far, on all data-parallel ranks. (A row holds many
-    sequences, which Megatron's sequence-wise loss would take for one.)
-    """
     aux_loss_coeff: AtLeast0 = 0.0
     """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends
     on how samples are packed and split; 0, the default, leaves it out. docs/objectives.md.
     """
     z_loss_coeff: AtLeast0 = 0.0
-    """Weight of the squared log-sum-exp of the router's logits, a mean over rows likewise."""
+    """Weight of the squared log-sum-exp of the router's logits, a mean over rows likewise; of rows
+    that tp or cp split the mean of the parts' means.
+    """
     router_bias_update_rate: AtLeast0 = 1e-3
     """Of models whose router has a bias per expert that balances without a loss (DeepSeek-V3): how
     far it moves in an optimizer step. 0 keeps it.

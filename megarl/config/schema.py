@@ -226,8 +226,8 @@ class TrainSection(Section):
     row_buckets: Annotated[int, Field(ge=1, le=64)] = 1
     """How many lengths the rows of an optimizer step may have. 1: all are padded to the longest.
     More save padding where samples are long for a row (half of one or more): every microbatch then
-    has the shortest of the lengths that holds its rows, the same on all ranks. With parallel.pp
-    above 1 it must be 1: pipeline stages exchange activations of one size.
+    has the shortest of the lengths that holds its rows, the same on all ranks. Pipeline stages then
+    tell each other the shape of every activation they exchange.
     """
     gradient_accumulation_fusion: Literal["auto", "always", "never"] = "auto"
     """Weight gradients are added to the accumulated ones by the matrix product itself: apex's
@@ -259,7 +259,7 @@ class MonitorSection(Section):
     samples_per_step: NonNegative = 8
     """Samples of a step kept readable for ``megarl samples``."""
     record_rollouts: bool = False
-    """Keep every step's rollouts under rollouts/, for ``train_only`` runs."""
+    """Keep every step's rollouts under rollouts/, for ``train_only`` runs; a file a node."""
 
 
 class Config(Section):

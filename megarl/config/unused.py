@@ -193,12 +193,6 @@ RULES = (
         "it is of moe.token_dispatcher=flex",
     ),
     Rule(
-        lambda c, _: c.moe.aux_loss_coeff == 0,
-        ("moe.load_balancing",),
-        "moe.aux_loss_coeff=0: there is no balancing loss",
-        "leave it out, or set moe.aux_loss_coeff",
-    ),
-    Rule(
         lambda c, _: c.moe.freeze_router,
         ("moe.router_bias_update_rate",),
         "moe.freeze_router=true: the router's bias does not move",

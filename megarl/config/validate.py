@@ -53,7 +53,6 @@ def validate(
         *_model(config, hf_config, supported_models, refused_models or {}),
         *algorithm_problems(config),
         *_batch(config),
-        *_rows(config),
         *training_problems(config, dims),
         *length_problems(config, hf_config),
         *_servers(config),
@@ -125,13 +124,6 @@ def _batch(config: Config) -> Iterator[Problem]:
         found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
         accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
         yield Problem("data.prompts_per_step", found, accepted)
-
-
-def _rows(config: Config) -> Iterator[Problem]:
-    buckets, pp = config.train.row_buckets, config.parallel.pp
-    if buckets > 1 and pp > 1:
-        found = f"{buckets} with parallel.pp={pp}"
-        yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
 
 
 def _servers(config: Config) -> Iterator[Problem]:

@@ -5,14 +5,16 @@
 3. Every data-parallel rank gets the same number of rows, a multiple of ``rows_multiple``; the
    missing ones are empty. Rows, microbatches and ranks are balanced by estimated FLOPs
    (``ops/pack.py``): what the slowest rank computes is what the others wait for.
-4. A microbatch has one length on all ranks: expert-parallel ranks run in step. With one bucket, as
-   pipeline stages need it, it is that of the whole optimizer step.
+4. A microbatch has one length on all ranks: expert-parallel ranks run in step, and so do pipeline
+   stages. With one bucket it is that of the whole optimizer step.
 5. No sample is lost or doubled; order inside a row is by sample index, so the plan does not depend
    on sorting ties.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,24 @@ from numpy.typing import NDArray
 
 from megarl.errors import DataError
 from megarl.ops import RowPlan, pack_rows
-from megarl.types import PackedBatch, Sample
+from megarl.types import Known, PackedBatch, Sample, SampleFacts
 
-Floats = NDArray[np.float32]
+
+@dataclass(frozen=True)
+class Payload:
+    """What a rank uses of a sample's tokens; None: nothing of it there."""
+
+    length: int
+    tokens: NDArray[np.int32] | None = None  # [L]
+    mask: NDArray[np.bool_] | None = None  # [L]
+    rollout_logprobs: NDArray[np.float32] | None = None  # [L]
+    values: NDArray[np.float32] | None = None  # [L]
+    ref_logprobs: NDArray[np.float32] | None = None  # [L]
+    routing: NDArray[Any] | None = None  # u8 | u16 [L - 1, M of the rank's stage, K]
+
+
+# Of the step's samples, by index: those that a row is made of at least
+Tokens = Sequence[Sample] | Mapping[int, Payload | Sample]
 
 
 def padded(length: int, multiple: int) -> int:
@@ -67,42 +84,64 @@ def plan_rows(
     )
 
 
+def brought(samples: Sequence[Known]) -> tuple[str, ...]:
+    """The optional numbers of every token that all samples have. Raises DataError where only some
+    have them.
+    """
+    return tuple(
+        name
+        for name in ("values", "ref_logprobs")
+        if _all_or_none([name in s.brings for s in samples], name)
+    )
+
+
+def routing_shape(samples: Sequence[SampleFacts]) -> tuple[int, int, str] | None:
+    """MoE layers, experts a token and dtype of the samples' routing, None without it. Raises
+    DataError where they differ.
+    """
+    if not _all_or_none([s.routing is not None for s in samples], "routing"):
+        return None
+    shapes = {s.routing for s in samples}
+    if len(shapes) > 1:
+        raise DataError(
+            f"routing of (MoE layers, experts a token, dtype) {sorted(map(str, shapes))} in a "
+            "step; accepted: one kind"
+        )
+    return shapes.pop()
+
+
 def build_row(
-    samples: Sequence[Sample],
+    samples: Tokens,
     indices: Sequence[int],
     *,
     length: int,
     segment_multiple: int = 1,
+    brings: Sequence[str] = (),
+    routing: tuple[int, int, str] | None = None,
 ) -> PackedBatch:
     """The packed row of ``samples[i] for i in indices``, target-aligned (``types.py``).
 
-    Holds what the samples bring; ``weight`` and ``advantages`` are 0 until ``experience.py`` has
-    computed them. Raises DataError where only some samples bring values or reference log-probs.
+    Holds what the samples bring (``brings``, ``routing``: of all samples of the step) as far as it
+    is here: 0 where a payload has None. ``weight`` and ``advantages`` are 0 until ``experience.py``
+    has computed them.
     """
-    tokens, targets = np.zeros(length, np.int64), np.zeros(length, np.int64)
-    positions = np.zeros(length, np.int64)
-    valid, mask = np.zeros(length, bool), np.zeros(length, bool)
-    bounds, true_lengths, start = [0], [], 0
-    for i in indices:
-        sample, n = samples[i], len(samples[i].tokens)
-        size = padded(n, segment_multiple)
-        here, shifted = slice(start, start + n), slice(start, start + n - 1)
-        tokens[here], valid[here] = sample.tokens, True
-        positions[start : start + size] = np.arange(size)
-        targets[shifted], mask[shifted] = sample.tokens[1:], sample.mask[1:]
-        start += size
-        bounds.append(start)
-        true_lengths.append(n)
-    if start < length:  # padding is a segment of its own: attention never reaches a sample from it
-        positions[start:] = np.arange(length - start)
+    here = [(i, samples[i]) for i in indices]
+    bounds = np.cumsum([0, *(padded(s.length, segment_multiple) for _, s in here)]).tolist()
+    lengths = [s.length for _, s in here]
+    if bounds[-1] < length:  # padding is a segment of its own: attention never reaches a sample
         bounds.append(length)
-        true_lengths.append(0)
+        lengths.append(0)
+    valid, positions = np.zeros(length, bool), np.zeros(length, np.int64)
+    for start, end, n in zip(bounds, bounds[1:], lengths, strict=False):
+        valid[start : start + n] = True
+        positions[start:end] = np.arange(end - start)
+    tokens, targets, mask = _token_fields(here, bounds, length)
     row = PackedBatch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         positions=torch.from_numpy(positions),
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-        lengths=torch.tensor(true_lengths, dtype=torch.int32),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
         valid=torch.from_numpy(valid),
         mask=torch.from_numpy(mask),
         weight=torch.zeros(length),
@@ -110,14 +149,43 @@ def build_row(
         rollout_logprobs=torch.zeros(length),
         samples=tuple(indices),
     )
-    row.rollout_logprobs = row.spread(lambda i: samples[i].rollout_logprobs).float()
-    if (refs := _of_all([s.ref_logprobs for s in samples], "ref_logprobs")) is not None:
-        row.ref_logprobs = row.spread(lambda i: refs[i]).float()
-    if (values := _of_all([s.values for s in samples], "values")) is not None:
+    row.rollout_logprobs = _spread(row, samples, "rollout_logprobs")
+    if "ref_logprobs" in brings:
+        row.ref_logprobs = _spread(row, samples, "ref_logprobs")
+    if "values" in brings:
         row.values = torch.zeros(length)
         for i, start, n in row.segments():  # of the state after token t, which is before target t
-            row.values[start : start + n] = torch.from_numpy(values[i])
+            if (values := samples[i].values) is not None:
+                row.values[start : start + n] = torch.from_numpy(values)
+    if routing is not None:
+        experts = np.zeros((length, *routing[:2]), np.dtype(routing[2]))
+        for i, start, n in row.segments():
+            if (chosen := samples[i].routing) is not None:
+                experts[start : start + n - 1] = chosen
+        row.routing = torch.from_numpy(experts)
     return row
+
+
+def _token_fields(
+    here: Sequence[tuple[int, Sample | Payload]], bounds: Sequence[int], length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """(tokens, targets, mask) [T]."""
+    tokens, targets = np.zeros(length, np.int64), np.zeros(length, np.int64)
+    mask = np.zeros(length, bool)
+    for (_, sample), start in zip(here, bounds, strict=False):
+        end = start + sample.length
+        if sample.tokens is not None:
+            tokens[start:end] = sample.tokens
+            targets[start : end - 1] = sample.tokens[1:]
+        if sample.mask is not None:
+            mask[start : end - 1] = sample.mask[1:]
+    return tokens, targets, mask
+
+
+def _spread(row: PackedBatch, samples: Tokens, name: str) -> torch.Tensor:
+    """f32 [T], target-aligned, 0 where nothing is trained."""
+    parts = {i: getattr(samples[i], name) for i in row.samples}
+    return row.spread(lambda i: 0.0 if parts[i] is None else parts[i]).float()
 
 
 def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
@@ -135,12 +203,10 @@ def local_index(bounds: tuple[int, ...], cp: int, rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _of_all(parts: Sequence[Floats | None], name: str) -> list[Floats] | None:
-    """What every sample brings, or None where none does."""
-    there = [part for part in parts if part is not None]
-    if there and len(there) < len(parts):
-        without = next(i for i, part in enumerate(parts) if part is None)
+def _all_or_none(there: Sequence[bool], name: str) -> bool:
+    if any(there) and not all(there):
         raise DataError(
-            f"sample {without} has no {name}, others of its step have; accepted: all or none"
+            f"sample {there.index(False)} has no {name}, others of its step have; accepted: all or "
+            "none"
         )
-    return there or None
+    return any(there)

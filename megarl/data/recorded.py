@@ -1,8 +1,9 @@
 """A step's samples on disk, for training again from the same rollouts (``run.mode: train_only``).
 
-One ``step_N.npz`` a step, in numpy's format without pickled objects: opening a file from elsewhere
-runs nothing. Ragged fields are stored end to end, with their lengths beside them; a field that a
-sample may lack has length -1 where it does. Routing is as ``ops/routing_codec.py`` encodes it.
+One ``step_N.npz`` a step, or one of every collector (``step_N.1-of-2.npz``), in numpy's format
+without pickled objects: opening a file from elsewhere runs nothing. Ragged fields are stored end to
+end, with their lengths beside them; a field that a sample may lack has length -1 where it does.
+Routing is as ``ops/routing_codec.py`` encodes it.
 """
 
 import os
@@ -21,7 +22,7 @@ from megarl.types import Sample, VersionSpan
 
 FORMAT = 3
 FORMATS = (1, 2, FORMAT)  # that can be read; 1 has no field of _OPTIONAL, before 3 routing was i32
-_FILE = re.compile(r"step_(\d+)\.npz")
+_FILE = re.compile(r"step_(\d+)(?:\.(\d+)-of-(\d+))?\.npz")
 _PER_SAMPLE = ("group", "index", "correct", "truncated")
 _PER_TOKEN = ("tokens", "mask", "rollout_logprobs")
 _OPTIONAL = {
@@ -33,8 +34,10 @@ _OPTIONAL = {
 }
 
 
-def recorded_path(folder: Path, step: int) -> Path:
-    return Path(folder) / f"step_{step}.npz"
+def recorded_path(folder: Path, step: int, part: int = 0, parts: int = 1) -> Path:
+    """``part``: which of the step's collectors, counted from 0."""
+    which = "" if parts == 1 else f".{part + 1}-of-{parts}"
+    return Path(folder) / f"step_{step}{which}.npz"
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
@@ -51,7 +54,19 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """What ``write_samples`` wrote, bit for bit. Raises DataError for a damaged or foreign file."""
+    """What ``write_samples`` wrote, bit for bit; of all collectors for the path of the first one,
+    group after group. Raises DataError for a damaged or foreign file.
+    """
+    name = _FILE.fullmatch(path.name)
+    if name is None or name[3] is None:
+        return _read_file(path)
+    step, parts = int(name[1]), int(name[3])
+    paths = [recorded_path(path.parent, step, part, parts) for part in range(parts)]
+    samples = [sample for part in paths for sample in _read_file(part)]
+    return sorted(samples, key=lambda s: s.group)  # stable; a group is with one collector
+
+
+def _read_file(path: Path) -> list[Sample]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -66,11 +81,24 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
-    """(step, file) in the order of the steps. Raises DataError when there is none."""
-    found = [(m, p) for p in Path(folder).glob("step_*.npz") if (m := _FILE.fullmatch(p.name))]
+    """(step, its file, the first one of several) in the order of the steps. Raises DataError when
+    there is none, or a step is recorded twice.
+    """
+    found: dict[int, Path] = {}
+    for path in sorted(Path(folder).glob("step_*.npz")):
+        name = _FILE.fullmatch(path.name)
+        if name is None or (name[2] is not None and int(name[2]) != 1):
+            continue
+        step = int(name[1])
+        if step in found:
+            raise DataError(
+                f"{folder} holds {found[step].name} and {path.name}; accepted: one recording of a "
+                "step"
+            )
+        found[step] = path
     if not found:
         raise DataError(f"{folder} holds no recorded rollouts (step_N.npz)")
-    return sorted((int(m[1]), p) for m, p in found)
+    return sorted(found.items())
 
 
 def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[str, NDArray[Any]]:

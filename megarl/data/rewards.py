@@ -19,7 +19,7 @@ import numpy as np
 
 from megarl.errors import ConfigError, DataError, Problem
 from megarl.protocols import Reward
-from megarl.types import Sample, Scored
+from megarl.types import OneOfKnown, Scored
 
 END_OF_THOUGHT = "</think>"
 KEY = "data.reward"
@@ -126,7 +126,7 @@ def step_tokens(
     return found
 
 
-def pad_rewards(samples: Sequence[Sample], count: int) -> list[Sample]:
+def pad_rewards(samples: Sequence[OneOfKnown], count: int) -> list[OneOfKnown]:
     """Samples that were not scored get ``count`` components of 0, as many as the others have."""
     assert all(len(s.rewards) == count or s.truncated for s in samples), count
     zeros = np.zeros(count, np.float32)

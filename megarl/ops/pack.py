@@ -18,6 +18,9 @@ squared sizes among its R rows: what the slowest rank computes, padding included
    microbatch, then between the costliest and the cheapest rank. No microbatch gets longer by it,
    and none of the second kind makes the costliest row of a microbatch costlier.
 
+5. Of at most ``MOST_COMPARED`` samples, the plan is compared with what Karmarkar-Karp and first fit
+   make of them (``_pack_usual.py``); the best of the three is taken.
+
 Integers only, ties decided by an index: kernel (csrc/host/pack_*.cpp) and reference give one plan,
 on every machine. Samples count by size, equal ones by index.
 """
@@ -27,6 +30,9 @@ from typing import NamedTuple
 
 from megarl.ops._native import host_function
 from megarl.ops._pack_ref import Problem, pack
+from megarl.ops._pack_usual import usual_plans, wanted
+
+MOST_COMPARED = 512  # tens of milliseconds; of more samples every way makes rows that are full
 
 
 class RowPlan(NamedTuple):
@@ -58,7 +64,7 @@ def pack_rows(
         sizes, row_tokens, dp, rows_multiple, row_multiple, linear, quadratic, buckets
     )
     run = host_function("pack_rows", "pack_rows")
-    return RowPlan(*(pack(problem) if run is None else run(*problem)))
+    return _best(problem, RowPlan(*(pack(problem) if run is None else run(*problem))))
 
 
 def pack_rows_ref(
@@ -73,11 +79,18 @@ def pack_rows_ref(
     buckets: int = 1,
 ) -> RowPlan:
     """The specification of ``pack_rows``, in plain Python (``_pack_ref.py``)."""
-    return RowPlan(
-        *pack(
-            _checked(sizes, row_tokens, dp, rows_multiple, row_multiple, linear, quadratic, buckets)
-        )
+    problem = _checked(
+        sizes, row_tokens, dp, rows_multiple, row_multiple, linear, quadratic, buckets
     )
+    return _best(problem, RowPlan(*pack(problem)))
+
+
+def _best(problem: Problem, found: RowPlan) -> RowPlan:
+    """``found``, unless samples are few and one of two usual ways has less of what is wanted."""
+    if len(problem.sizes) > MOST_COMPARED:
+        return found
+    plans = [found, *(RowPlan(*plan) for plan in usual_plans(problem))]
+    return min(plans, key=lambda plan: wanted(problem, *plan))  # the first of equals
 
 
 def _checked(sizes: Sequence[int], *numbers: int) -> Problem:

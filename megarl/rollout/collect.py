@@ -25,6 +25,7 @@ from megarl.protocols import Reward
 from megarl.rollout.client import RolloutClient, Sampling
 from megarl.types import (
     Completion,
+    Known,
     Max,
     Mean,
     Metric,
@@ -215,7 +216,7 @@ def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
     ]
 
 
-def component_metrics(samples: Sequence[Sample], names: Sequence[str], area: str) -> StepMetrics:
+def component_metrics(samples: Sequence[Known], names: Sequence[str], area: str) -> StepMetrics:
     """Means of the reward's components; of a reward that has only one, nothing beyond the whole."""
     count = len(samples)
     if len(names) < 2:

@@ -117,9 +117,6 @@ ROWS = (
     Row("moe.router_fusion", True, {"model.moe_router_fusion": True}),
     Row("moe.grouped_gemm", True, {"model.moe_grouped_gemm": True}),
     Row("moe.router_dtype", "fp64", {"model.moe_router_dtype": "fp64"}),
-    Row("moe.load_balancing", "global_aux_loss",
-        {"model.moe_router_load_balancing_type": "global_aux_loss"},
-        also={"moe.aux_loss_coeff": 0.1}),
     Row(
         *("moe.aux_loss_coeff", 0.125),
         {"model.moe_aux_loss_coeff": 0.125, "model.moe_router_load_balancing_type": "aux_loss"},

@@ -25,6 +25,13 @@ LAYOUTS = [
 ]
 BOTH = {"tp": 2, "ep": 2, "etp": 1}
 LARGE = [{"dp": 2, "cp": 2}, {"tp": 2, "dp": 2, "ep": 2}, {"pp": 2, "vpp": 2, "cp": 2}]
+LARGE_STAGES = [
+    {"pp": 2, "dp": 2, "ep": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "vpp": 2, "dp": 2, "ep": 2},
+    {"pp": 2, "vpp": 2, "cp": 2},
+    {"pp": 4},
+]
 
 GRPO = {"name": "grpo"}
 KL = {"type": "k3", "coef": 0.05}

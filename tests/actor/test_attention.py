@@ -31,7 +31,7 @@ def definition(
     return torch.stack(out).flatten(1)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("cp", [1, 2], ids="cp{}".format)
 @pytest.mark.parametrize("window", [0, 1, 5, 8, 200])
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
 def test_attention_is_its_definition(

@@ -70,6 +70,10 @@ def test_a_trainer_exports_what_it_was_given_bit_for_bit(
     world = mesh_of(layout).world_size
     ranks = pool.run("tests.actor.work:exported", world=world, hf=tiny_model, layout=layout)
     assert [r["layers"] for r in ranks] == layers
+    mesh = mesh_of(layout)
+    assert [[layer for chunk in chunks for layer in chunk] for chunks in layers] == [
+        mesh.layers(mesh.coordinates(rank).pp, 4) for rank in range(world)
+    ]
     names = [n for r in ranks for n in r["tensors"]]
     given = load_file(tiny_model / "model.safetensors")
     assert sorted(names) == sorted(given)  # each once

@@ -19,7 +19,12 @@ import torch
 from megarl.types import Sample
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
-from tests.helpers.families import MODELS, reference_logprobs, save_model
+from tests.helpers.families import (
+    MODELS,
+    reference_gradients,
+    reference_logprobs,
+    save_model,
+)
 from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
@@ -129,6 +134,15 @@ def test_log_probs_equal_transformers(
     for name, results in single.items():
         assert torch.cat(expected[name]).std() > 0.1, name  # not uniform, where any would agree
         assert logprob_difference(results["logprobs"], expected[name]) < LOGPROB_TOL, name
+
+
+def test_gradients_equal_transformers(single: Results, models: dict[str, Path]) -> None:
+    for name, results in single.items():
+        expected = reference_gradients(models[name], SAMPLES)
+        behind = ("model.layers.4.", "model.layers.5.")  # copies for multi-token prediction
+        found = {n: g for n, g in results["gradients"].items() if not n.startswith(behind)}
+        error, tensor = gradient_difference(found, expected)
+        assert error < GRADIENT_TOL, (name, tensor, error)
 
 
 def test_log_probs_of_samples_apart_equal_transformers(

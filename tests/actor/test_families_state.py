@@ -3,6 +3,7 @@ and what a step trains is all of the rest.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import frozen_names, save_model
+from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
 
@@ -29,6 +31,35 @@ def bf16_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bf16")
     names = enumerate(EXPORTED)
     return {name: save_model(name, folder / str(i), torch.bfloat16) for i, name in names}
+
+
+OF_A_LAYER = [
+    "input_layernorm.weight",
+    "mlp.experts.experts.linear_fc1.weight",
+    "mlp.experts.experts.linear_fc2.weight",
+    "mlp.router.expert_bias",
+    "mlp.router.weight",
+    "mlp.shared_experts.linear_fc1.weight",
+    "mlp.shared_experts.linear_fc2.weight",
+    "pre_mlp_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attention.linear_kv_up_proj.weight",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_q_down_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attention.linear_q_up_proj.weight",
+]
+KEYS = {  # of DeepSeek-V3 by Transformer Engine's layer spec (megatron-core 0.19.2, TE 2.20.2)
+    *(f"decoder.layers.N.{key}" for key in OF_A_LAYER),
+    *(f"mtp.layers.N.transformer_layer.{key}" for key in OF_A_LAYER),
+    *(f"mtp.layers.N.{key}.weight" for key in ("eh_proj", "enorm", "hnorm", "final_layernorm")),
+    *(f"decoder.layers.N.mlp.linear_{key}.weight" for key in ("fc1", "fc2")),
+    "decoder.layers.N.mlp.linear_fc1.layer_norm_weight",
+    "embedding.word_embeddings.weight",
+    "decoder.final_layernorm.weight",
+    "output_layer.weight",
+}
 
 
 def run(pool: WorkerPool, work: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
@@ -127,3 +158,31 @@ def test_layers_behind_the_last_change_no_bit_of_what_is_computed(
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     (without,) = run(pool, "work_families:after_a_step", {}, hf=folder)
     assert_same_bits(without["after"], {n: with_them["after"][n] for n in kept})
+
+
+def test_checkpoint_keys_are_those_of_transformer_engine(
+    pool: WorkerPool, bf16_models: dict[str, Path]
+) -> None:
+    work = "work_families:checkpoint_keys"
+    (found,) = run(pool, work, {}, hf=bf16_models["deepseek_v3"])
+    assert found == KEYS
+
+
+@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_a_critic_of_the_family_values_hidden_states(
+    pool: WorkerPool, tmp_path: Path, name: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(name, tmp_path / "model")
+    head = 0.1 * torch.randn(32, generator=torch.Generator().manual_seed(1))
+    samples = [replace(s, values=0 * s.rollout_logprobs) for s in random_samples(3, 2, seed=2)]
+    (found,) = run(pool, "work_critic:first_step", {}, hf=folder, samples=samples, head=head)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert len(found["values"]) == len(samples)
+    for i, values in found["values"].items():
+        ids = torch.from_numpy(samples[i].tokens).long()[None]
+        with torch.no_grad():
+            expected = model.model(ids).last_hidden_state[0] @ head
+        assert expected.std() > 0.05
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)

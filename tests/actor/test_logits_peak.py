@@ -44,7 +44,7 @@ def test_no_fp32_tensor_has_the_size_of_the_logits(pool: WorkerPool, wide: Path,
     for found in passes(pool, wide, {"tp": tp}):
         for name, memory in found.items():
             logits = memory["row"] * VOCAB // tp  # elements on a rank, but for padding
-            assert memory["row"] > 200  # else something else would be as large
+            assert memory["row"] > 150  # else something else would be as large
             assert memory["fp32"] < logits / 4, name
             # bf16 logits, once: 2 bytes each and 1% for the vocabulary's padding
             assert 0.98 * 2 * logits < memory["single"] < 1.02 * 2 * logits, name

@@ -44,7 +44,7 @@ BUILT: list[tuple[dict[str, int], list[str]]] = [
         {"dp": 2, "ep": 2},
         [
             *("overlap.param_gather", "moe.token_dispatcher", "moe.router_dtype"),
-            *("moe.z_loss_coeff", "moe.load_balancing", "precision.grad_reduce_dtype"),
+            *("moe.z_loss_coeff", "moe.aux_loss_coeff", "precision.grad_reduce_dtype"),
             *("recompute.modules", "optim.clip_grad", "optim.schedule.weight_decay"),
         ],
     ),

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from megarl.data.packing import plan_rows
+from tests.actor import compare
 from tests.actor.split_cases import (
     ALGOS,
     BOTH,
     EDGES,
     LARGE,
+    LARGE_STAGES,
     LAYOUTS,
     MANY_ROWS,
     ONE_ROW,
@@ -70,6 +73,50 @@ def test_rows_of_several_lengths_equal_one_process(
     layout: dict[str, int],
 ) -> None:
     assert_same(evaluate(pool, tiny_model, layout, cases(MANY_ROWS, row_buckets=3)), single)
+
+
+STAGES = [{"pp": 2}, {"pp": 2, "vpp": 2}]  # which tell each other the shapes of activations
+
+
+@pytest.mark.parametrize("layout", STAGES, ids=str)
+def test_stages_exchange_rows_of_several_lengths(
+    pool: WorkerPool,
+    tiny_model: Path,
+    single: dict[str, dict[str, Any]],
+    layout: dict[str, int],
+) -> None:
+    names = ("ppo, gae, kl, entropy", "gspo on one token")
+    work = [case for case in cases(MANY_ROWS, row_buckets=3) if case[0] in names]
+    assert_same(evaluate(pool, tiny_model, layout, work), {name: single[name] for name in names})
+
+
+@pytest.mark.parametrize("layout", [*STAGES, *LARGE_STAGES], ids=str)
+def test_these_rows_are_of_several_lengths(layout: dict[str, int]) -> None:
+    """Guards the tests of it."""
+    mesh = compare.mesh_of(layout)
+    lengths = [len(sample.tokens) for sample in batches()["ragged"]]
+    plan = plan_rows(
+        lengths,
+        row_tokens=MANY_ROWS,
+        dp=mesh.dp,
+        segment_multiple=mesh.segment_multiple,
+        row_multiple=mesh.row_multiple,
+        rows_multiple=mesh.rows_multiple,
+        buckets=3,
+    )
+    assert len(set(plan.lengths)) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*STAGES, *LARGE_STAGES], ids=str)
+def test_rows_of_several_lengths_on_four_ranks_equal_one_process(
+    large_pool: WorkerPool,
+    tiny_model: Path,
+    single: dict[str, dict[str, Any]],
+    layout: dict[str, int],
+) -> None:
+    work = cases(MANY_ROWS, row_buckets=3)
+    assert_same(evaluate(large_pool, tiny_model, layout, work), single)
 
 
 @pytest.mark.slow

@@ -43,16 +43,15 @@ def attend(
         module = PackedAttention(config, layer_number=2, attn_mask_type=None, attention_type="self")
         if sinks is not None:
             module.softmax_offset.data.copy_(sinks)
+        module.to(parallel.device)
         index = local_index(bounds, cp, parallel.at.cp)
-        mine = {name: x[index].clone().requires_grad_() for name, x in inputs.items()}
-        packing = packed_seq_params(torch.tensor(bounds, dtype=torch.int32))
-        out = module(*mine.values(), packed_seq_params=packing)
-        out.backward(upstream[index])
-        return {
-            "index": index,
-            "out": out.detach(),
-            **{name: x.grad for name, x in mine.items()},
-            "sinks": None if sinks is None else module.softmax_offset.grad,
-        }
+        mine = {n: x[index].to(parallel.device).requires_grad_() for n, x in inputs.items()}
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=parallel.device)
+        out = module(*mine.values(), packed_seq_params=packed_seq_params(cu_seqlens))
+        out.backward(upstream[index].to(parallel.device))
+        found = {"out": out.detach(), **{name: x.grad for name, x in mine.items()}}
+        if sinks is not None:
+            found["sinks"] = module.softmax_offset.grad
+        return {"index": index, **{name: x.cpu() for name, x in found.items()}}
     finally:
         parallel_state.destroy_model_parallel()

@@ -1,5 +1,6 @@
 """What workers do in ``test_families.py``: log-probs, and gradients of a weighted sum of them."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,12 @@ import torch
 
 from megarl.actor.actor import MegatronActor
 from megarl.actor.names import global_parameters, unwrap
+from megarl.actor.state import _model_state
 from megarl.actor.step import RowResult, local, loss_scale
 from megarl.types import PackedBatch, Sample
 from tests.actor.work import by_sample, config_for, gradients, make_actor, plan_for
-from tests.actor.work_split import noise_of
 from tests.actor.work_state import ONE_STEP, Trainee
+from tests.helpers.families import token_weights
 
 
 def evaluate(
@@ -82,6 +84,19 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
         parallel_state.destroy_model_parallel()
 
 
+def checkpoint_keys(rank: int, hf: Path, layout: dict[str, int]) -> set[str]:
+    """Of weights, as a file has them; ``N`` for the number of a layer."""
+    from megatron.core import parallel_state
+
+    actor = make_actor(config_for(hf), layout)
+    try:
+        tensors = _model_state(actor.model, actor.parallel)["chunk0"]
+        keys = {re.sub(r"layers\.\d+", "layers.N", t.key) for t in tensors.values()}
+        return {key for key in keys if not key.endswith("_extra_state")}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
 def _watch_layers_behind(actor: MegatronActor) -> None:
     """Nothing is to compute with multi-token prediction's layers, or to keep gradients of them."""
 
@@ -96,13 +111,14 @@ def _watch_layers_behind(actor: MegatronActor) -> None:
 
 
 def _weighted_sum(actor: MegatronActor, num_microbatches: int) -> Any:
-    """Weights are of order 1 and both signs, on every trained token."""
+    """Of log-probs times ``token_weights``, on every trained token."""
     scale = loss_scale(actor.parallel, num_microbatches)
 
     def finish(
         row: PackedBatch, index: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor
     ) -> tuple[torch.Tensor, RowResult]:
-        weight = row.spread(noise_of(row, 1.0)).float()
+        tokens = {i: row.tokens[start : start + n].tolist() for i, start, n in row.segments()}
+        weight = row.spread(lambda i: token_weights(tokens[i])).float()
         loss = (logprobs * local(weight, index=index, device=actor.parallel.device)).sum()
         return loss * scale, RowResult([], [])
 

@@ -126,6 +126,7 @@ VALID = [
     Case(["parallel={pp: 4, dp: 1, ep: 1, first_layers: 1}"], {}, hf={"num_hidden_layers": 7}),
     Case(["parallel={vpp: 2, last_layers: 4}"], {}, hf={"num_hidden_layers": 10}),
     Case(["train.row_buckets=4", "parallel={tp: 2, pp: 1, dp: 4}"], {}),
+    Case(["train.row_buckets=3", "parallel.vpp=2"], {}),
     Case([*URLS, "rollout.urls=[http://a:30000,https://b.c:1]", "rollout.start_timeout_s=5"], {}),
     Case([*URLS, "rollout.context_length=100"], {}),
     Case(
@@ -283,8 +284,6 @@ SETTINGS = [
     Case(["algo.overlong={l_max: 20, l_cache: 4}",
           f"{STAGES}[{{max_new_tokens: 8, until_step: 3}},{{max_new_tokens: 12}}]"],
          {"algo.overlong": ["= 16", "rollout.length_stages[1].max_new_tokens = 12"]}),
-    Case(["train.row_buckets=3"],
-         {"train.row_buckets": ["3 with parallel.pp=2", "1: pipeline stages need rows of one"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),

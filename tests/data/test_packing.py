@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import RowPlan, build_row, plan_rows
+from megarl.data.packing import Payload, RowPlan, brought, build_row, plan_rows, routing_shape
 from megarl.errors import DataError
-from megarl.types import PackedBatch, Sample
+from megarl.types import PackedBatch, Sample, SampleFacts
 
 
 def sample(tokens: Sequence[int], mask: Sequence[int], logprobs: Sequence[float] | None = None):
@@ -155,7 +156,13 @@ LOGPROBS = [0.0] * 7 + [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]
 
 
 def build(samples: list[Sample], length: int, multiple: int = 1) -> PackedBatch:
-    return build_row(samples, range(len(samples)), length=length, segment_multiple=multiple)
+    return build_row(
+        samples,
+        range(len(samples)),
+        length=length,
+        segment_multiple=multiple,
+        brings=brought(samples),
+    )
 
 
 def f32(values: Sequence[float]) -> list[float]:
@@ -226,7 +233,62 @@ def test_what_samples_bring_lies_where_it_belongs() -> None:
 def test_samples_of_which_only_some_bring_something_are_refused(name: str) -> None:
     there = replace(sample([1, 2], [0, 1]), **{name: np.zeros(2, np.float32)})
     with pytest.raises(DataError, match=f"sample 1 has no {name}, others of its step have"):
-        build([there, sample([1, 2], [0, 1])], 4)
+        brought([there, sample([1, 2], [0, 1])])
+
+
+def test_routing_of_only_some_or_of_several_kinds_is_refused() -> None:
+    def routed(*shape: int, dtype: str = "uint8") -> SampleFacts:
+        return replace(sample([1, 2], [0, 1]), routing=np.zeros((1, *shape), dtype)).facts
+
+    assert routing_shape([routed(3, 2), routed(3, 2)]) == (3, 2, "uint8")
+    assert routing_shape([]) is None
+    for kinds in (
+        [routed(3, 2), sample([1, 2], [0, 1]).facts],
+        [sample([1], [0]).facts, routed(1)],
+    ):
+        with pytest.raises(DataError, match=r"sample [01] has no routing, others of its step have"):
+            routing_shape(kinds)
+    for other in (routed(4, 2), routed(3, 8), routed(3, 2, dtype="uint16")):
+        with pytest.raises(DataError, match=r"uint8.*in a step; accepted: one kind"):
+            routing_shape([routed(3, 2), other])
+
+
+def test_a_row_of_payloads_holds_what_is_there_and_0_elsewhere() -> None:
+    """The rows of all stages together are the row of the whole samples."""
+    rng = np.random.default_rng(0)
+    samples = [
+        replace(
+            sample(rng.integers(1, 9, n).tolist(), [0, *[1] * (n - 1)], rng.random(n).tolist()),
+            values=rng.random(n).astype(np.float32),
+            ref_logprobs=rng.random(n).astype(np.float32),
+            routing=rng.integers(0, 8, (n - 1, 5, 2)).astype(np.uint8),
+        )
+        for n in (3, 1, 6)
+    ]
+    last = ("tokens", "mask", "rollout_logprobs", "values", "ref_logprobs")
+    stages = [(("tokens",), slice(0, 2)), ((), slice(2, 4)), (last, slice(4, 5))]
+    given = {"length": 16, "segment_multiple": 4, "brings": brought(samples)}
+    whole = build_row(samples, [0, 1, 2], routing=(5, 2, "uint8"), **given)
+    parts = []
+    for names, layers in stages:
+        payloads = {
+            i: Payload(s.length, routing=s.routing[:, layers], **{n: getattr(s, n) for n in names})
+            for i, s in enumerate(samples)
+        }
+        kind = (len(range(5)[layers]), 2, "uint8")
+        parts.append(build_row(payloads, [0, 1, 2], routing=kind, **given))
+    for name in ("positions", "cu_seqlens", "lengths", "valid"):
+        assert all(torch.equal(getattr(part, name), getattr(whole, name)) for part in parts)
+    for name in ("targets", "mask", "rollout_logprobs", "ref_logprobs", "values"):
+        assert torch.equal(getattr(parts[2], name), getattr(whole, name))
+        assert not getattr(parts[1], name).any()
+    assert torch.equal(parts[0].tokens, whole.tokens) and not parts[1].tokens.any()
+    assert torch.equal(torch.cat([part.routing for part in parts], 1), whole.routing)
+    starts = whole.cu_seqlens.tolist()
+    for i, s in enumerate(samples):
+        at = slice(starts[i], starts[i] + s.length - 1)
+        assert whole.routing[at].numpy().tolist() == s.routing.tolist()
+    assert int(whole.routing.count_nonzero()) == sum(np.count_nonzero(s.routing) for s in samples)
 
 
 def test_values_of_a_sample_and_of_its_tokens_are_spread_over_its_segment() -> None:

@@ -101,6 +101,31 @@ def test_steps_are_found_in_their_order(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path) == [(s, tmp_path / f"step_{s}.npz") for s in (1, 2, 10)]
 
 
+def test_what_several_collectors_recorded_is_one_step_in_the_order_of_its_groups(
+    tmp_path: Path,
+) -> None:
+    """Three collectors of two rounds of three prompts each, two samples a prompt."""
+    step = [dataclasses.replace(SAMPLES[k % 2], group=k // 2, index=k % 2) for k in range(12)]
+    for part in (2, 0, 1):
+        mine = [s for s in step if s.group % 3 == part]
+        write_samples(recorded_path(tmp_path, 4, part, 3), mine)
+    write_samples(recorded_path(tmp_path, 5), SAMPLES)
+    first = tmp_path / "step_4.1-of-3.npz"
+    assert recorded_steps(tmp_path) == [(4, first), (5, tmp_path / "step_5.npz")]
+    for found, expected in zip(read_samples(first), step, strict=True):
+        assert_same(found, expected)
+    (tmp_path / "step_4.3-of-3.npz").unlink()
+    with pytest.raises(DataError, match=r"step_4\.3-of-3\.npz is no file of recorded rollouts"):
+        read_samples(first)
+
+
+def test_a_step_that_was_recorded_twice_is_refused(tmp_path: Path) -> None:
+    for parts in (1, 2):
+        write_samples(recorded_path(tmp_path, 4, 0, parts), SAMPLES)
+    with pytest.raises(DataError, match=r"step_4\.1-of-2\.npz and step_4\.npz; accepted: one"):
+        recorded_steps(tmp_path)
+
+
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no recorded rollouts"):
         recorded_steps(tmp_path)

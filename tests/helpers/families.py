@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from megarl.sync.receiver import hf_parameters
 from megarl.types import Sample
 
 COMMON: dict[str, Any] = {
@@ -156,18 +159,44 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> P
     return folder
 
 
+def token_weights(tokens: Sequence[int]) -> NDArray[np.float64]:
+    """[L] of order 1 and both signs: by the sample's tokens alone, wherever it stands."""
+    return np.random.default_rng(list(tokens)).normal(0.05, 1.0, len(tokens))
+
+
 def reference_logprobs(folder: Path, samples: Sequence[Sample]) -> list[torch.Tensor]:
     """f64 [L - 1] of every sample: what transformers computes in fp32, one sample at a time."""
+    with torch.no_grad():
+        model = _load(folder)
+        return [_logprobs(model, sample) for sample in samples]
+
+
+def reference_gradients(folder: Path, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """By transformers and autograd, under the names of files: of the sum over trained tokens of
+    ``token_weights`` times log-prob.
+    """
+    model = _load(folder)
+    for sample in samples:
+        weights = torch.from_numpy(token_weights(sample.tokens.tolist()) * sample.mask)
+        (_logprobs(model, sample) * weights[1:]).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    return {n: t for n, t in hf_parameters(model).items() if "e_score_correction_bias" not in n}
+
+
+def _load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for sample in samples:
-        ids = torch.from_numpy(sample.tokens).long()[None]
-        with torch.no_grad():
-            logits = model(ids).logits[0, :-1].double()
-        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return found
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    ).eval()
+
+
+def _logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    ids = torch.from_numpy(sample.tokens).long()[None]
+    logits = model(ids).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
 
 def frozen_names(folder: Path) -> set[str]:
