@@ -29,7 +29,8 @@ Megatron's local layers keep::
     last stage     norm(H s) + b H s + b V t / tp + 56 t  the logits, in time their gradient
 
 Recomputation drops pieces (``RECOMPUTED``) and needs them once, of one layer, in the backward
-pass. ``full`` keeps the input of every layer, b H s.
+pass. ``full`` keeps the input of a layer, b H s: of every n-th (uniform; n layers are needed again
+at a time), or of the first n of a chunk (block; the others are kept whole).
 """
 
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ RECOMPUTED: Mapping[str, tuple[str, ...]] = {
     "layernorm": ("attention_input", "mlp_input"),
     "mlp": ("dense_hidden", "dense_product"),
     "moe": _EXPERTS,
-    "moe_act": ("expert_product",),
+    "mla_up_proj": ("attention_operands",),
     "shared_experts": ("shared_hidden",),
 }
 # Inputs of matrix products, which FP8 keeps quantised: a byte, and an f32 scale for 128 of them.
@@ -61,6 +62,7 @@ class LayerBytes:
 
     kept: float  # from the forward to the backward pass
     again: float  # during the backward pass, by recomputation
+    whole: float  # kept without recomputation
 
 
 @dataclass(frozen=True)
@@ -108,11 +110,11 @@ def layer_bytes(
             pieces[name] = pieces.get(name, 0.0) * _FP8_BYTES / row.b
     everything = sum(pieces.values())
     if choices.recompute == "full":
-        return LayerBytes(row.b * spec.hidden * row.s, everything)
+        return LayerBytes(row.b * spec.hidden * row.s, everything, everything)
     modules = choices.recompute_modules if choices.recompute == "selective" else ()
     dropped = {piece for module in modules for piece in RECOMPUTED[module]}
     again = sum(pieces.get(piece, 0.0) for piece in dropped)
-    return LayerBytes(everything - again, again)
+    return LayerBytes(everything - again, again, everything)
 
 
 def first_bytes(mesh: Mesh, rows: Rows) -> float:

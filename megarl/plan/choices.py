@@ -18,18 +18,24 @@ class Rows:
 Recompute = Literal["none", "selective", "full"]
 
 
+_MODULES = ("core_attn", "moe", "mlp")  # of selective recomputation where no settings say others
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+
+
 @dataclass(frozen=True)
 class Choices:
     """Bytes are of one number, on a GPU unless a field says otherwise."""
 
     dtype: Literal["fp32", "bf16"] = "bf16"
     recompute: Recompute = "none"
-    recompute_modules: tuple[str, ...] = ("core_attn", "moe", "mlp")  # with recompute=selective
+    recompute_modules: tuple[str, ...] = _MODULES  # with recompute=selective
+    recompute_method: Literal["uniform", "block"] = "uniform"  # with recompute=full
+    recompute_layers: int = 1  # with recompute=full: recompute.num_layers
     distributed_optimizer: bool = True
-    offload_optimizer: bool = False
+    offloaded: float = 0.0  # share of the optimizer's state in host memory
     fp8: bool = False  # matrix products of the layers in FP8; parameters stay in ``dtype``
     gradient_bytes: int = 4
-    moment_bytes: int = 4  # of each of Adam's two
+    moment_bytes: tuple[int, int] = (4, 4)  # of Adam's two
     main_bytes: int = 4  # of the main parameters that bf16 ones have
     fused_norms: bool = True  # False: as on CPU
 
@@ -61,9 +67,23 @@ class Choices:
     @property
     def optimizer_bytes(self) -> int:
         """A parameter's main copy, which fp32 ones do not need, and both moments."""
-        return (self.main_bytes if self.dtype == "bf16" else 0) + 2 * self.moment_bytes
+        return (self.main_bytes if self.dtype == "bf16" else 0) + sum(self.moment_bytes)
 
 
 def choices_of(config: Config) -> Choices:
     """Those that the settings make."""
-    return Choices(dtype=config.precision.dtype, distributed_optimizer=config.optim.distributed)
+    optim, recompute = config.optim, config.recompute
+    aware = optim.precision_aware
+    moments = (aware.exp_avg_dtype, aware.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
+    return Choices(
+        dtype=config.precision.dtype,
+        recompute=recompute.granularity,
+        recompute_modules=(recompute.modules if recompute.granularity == "selective" else _MODULES),
+        recompute_method=recompute.method,
+        recompute_layers=recompute.num_layers,
+        distributed_optimizer=optim.distributed,
+        offloaded=optim.cpu_offload.fraction if optim.cpu_offload else 0.0,
+        gradient_bytes=_BYTES[config.precision.grad_reduce_dtype],
+        moment_bytes=(_BYTES[moments[0]], _BYTES[moments[1]]),
+        main_bytes=_BYTES[aware.main_params_dtype] if aware else 4,
+    )

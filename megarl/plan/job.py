@@ -134,7 +134,9 @@ def what_if(
     """(the settings' choices with those of the command line, what suggestions may take besides):
     every way of recomputation, from none to all, unless the command line names one.
     """
-    found = replace(choices_of(job.config), offload_optimizer=offload_optimizer, fp8=fp8)
+    found = replace(choices_of(job.config), fp8=fp8)
+    if offload_optimizer:
+        found = replace(found, offloaded=1.0)
     if recompute is not None:
         found = replace(found, recompute=recompute)
         return found, [found]

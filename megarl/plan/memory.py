@@ -78,11 +78,13 @@ def stage_memory(
     count = stage_count(spec, mesh, stage)
     states = _states(count, mesh, choices)
     kinds = {moe: layer_bytes(spec, mesh, rows, choices, moe=moe) for moe in set(spec.moe_layers)}
-    chunks = _chunk_bytes(spec, mesh, stage, kinds, rows)
+    chunks = _chunk_bytes(spec, mesh, stage, kinds, rows, choices)
     passes = chunk_passes(mesh, stage, rows.count)
     last = stage == mesh.pp - 1
     head = head_bytes(spec, mesh, rows, choices) if last else 0.0
-    again = max(kind.again for kind in kinds.values())  # of one layer, once the logits are gone
+    at_once = choices.recompute_layers if choices.recompute_method == "uniform" else 1
+    # of the layers that are computed again together, once the logits are gone
+    again = at_once * max(kind.again for kind in kinds.values())
     kept = sum(chunks[k] * n for k, n in passes.items())
     return StageMemory(
         stage=stage,
@@ -137,28 +139,45 @@ def optimizer_ranks(mesh: Mesh) -> tuple[int, int]:
 def _states(count: Count, mesh: Mesh, choices: Choices) -> dict[str, float]:
     shared, expert = optimizer_ranks(mesh) if choices.distributed_optimizer else (1, 1)
     optimizer = choices.optimizer_bytes * (count.shared / shared + count.expert / expert)
-    offloaded = choices.offload_optimizer
     # FP8 keeps a copy of every weight by rows and one by columns, of a byte each
     parameters = count.parameters * (choices.parameter_bytes + (2 if choices.fp8 else 0))
     return {
         "parameters": float(parameters + 4 * count.buffers),
         "gradients": float(choices.gradient_bytes * count.trained),
-        "optimizer": 0.0 if offloaded else optimizer,
-        "host": optimizer if offloaded else 0.0,
+        "optimizer": optimizer * (1 - choices.offloaded),
+        "host": optimizer * choices.offloaded,
     }
 
 
 def _chunk_bytes(
-    spec: ModelSpec, mesh: Mesh, stage: int, kinds: dict[bool, LayerBytes], rows: Rows
+    spec: ModelSpec,
+    mesh: Mesh,
+    stage: int,
+    kinds: dict[bool, LayerBytes],
+    rows: Rows,
+    choices: Choices,
 ) -> list[float]:
     """What one row keeps in each chunk of a stage, without the head."""
     found = []
     for k in range(mesh.vpp):
         layers = mesh.layers_of(spec.layers, stage, k)
-        moe = sum(spec.moe_layers[layers.start : layers.stop])
-        counts = {True: moe, False: len(layers) - moe}
-        kept = sum(n * kinds[kind].kept for kind, n in counts.items() if n)
+        of_chunk = spec.moe_layers[layers.start : layers.stop]
+        kept = _kept(of_chunk, kinds, choices)
         found.append(kept + (first_bytes(mesh, rows) if stage == k == 0 else 0.0))
+    return found
+
+
+def _kept(of_chunk: tuple[bool, ...], kinds: dict[bool, LayerBytes], choices: Choices) -> float:
+    """Of a chunk's layers, by their kinds."""
+    n = choices.recompute_layers
+    again, whole = of_chunk, of_chunk[:0]
+    if choices.recompute == "full" and choices.recompute_method == "uniform":
+        again = of_chunk[::n]
+    elif choices.recompute == "full":
+        again, whole = of_chunk[:n], of_chunk[n:]
+    found = 0.0
+    for moe, kind in kinds.items():
+        found += again.count(moe) * kind.kept + whole.count(moe) * kind.whole
     return found
 
 

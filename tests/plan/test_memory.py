@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.config.load import load_config
 from megarl.data.recorded import pack_samples
 from megarl.mesh import Mesh
 from megarl.plan.activations import head_bytes, layer_bytes
-from megarl.plan.choices import Choices, Rows
+from megarl.plan.choices import Choices, Rows, choices_of
 from megarl.plan.memory import chunk_passes, plan_memory, stage_memory
 from megarl.plan.traffic import bubble, rollout_bytes, step_traffic
 from tests.helpers.samples import random_samples
@@ -79,10 +80,10 @@ def test_choices_take_away_what_they_say() -> None:
         return stage_memory(QWEN3_30B, mesh, 0, chosen, Rows(16384, 16384, 8))
 
     plain = memory()
-    offloaded = memory(offload_optimizer=True)
+    offloaded = memory(offloaded=1.0)
     assert (offloaded.optimizer, offloaded.host) == (0.0, plain.optimizer)
     assert memory(distributed_optimizer=False).optimizer == 12 * plain.count.trained
-    assert memory(moment_bytes=2).optimizer == pytest.approx(plain.optimizer * 8 / 12)
+    assert memory(moment_bytes=(2, 2)).optimizer == pytest.approx(plain.optimizer * 8 / 12)
     full, chosen = memory(recompute="full"), memory(recompute="selective")
     assert full.row < chosen.row < plain.row
     assert full.row == 48 * 2 * 2048 * 16384 / 4 + 8 * 16384
@@ -96,12 +97,50 @@ def test_selective_recomputation_adds_up() -> None:
     for moe in (True, False):
         whole = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), BF16, moe=moe)
         assert whole.again == 0
-        for module in ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"):
+        for module in ("core_attn", "layernorm", "mlp", "moe", "mla_up_proj", "shared_experts"):
             some = replace(BF16, recompute="selective", recompute_modules=(module,))
             found = layer_bytes(DEEPSEEK_V3, mesh, Rows(4096, 4096, 1), some, moe=moe)
             assert found.kept + found.again == pytest.approx(whole.kept)
-            applies = {"mlp": not moe, "moe": moe, "moe_act": moe, "shared_experts": moe}
+            applies = {"mlp": not moe, "moe": moe, "shared_experts": moe}
             assert (found.again > 0) == applies.get(module, True)
+
+
+def test_full_recomputation_keeps_inputs_by_its_method() -> None:
+    """48 layers: every fourth, or those before the sixth and all of the others."""
+
+    def row(method: str, layers: int) -> float:
+        full = replace(BF16, recompute="full")
+        chosen = replace(full, recompute_method=method, recompute_layers=layers)
+        return stage_memory(QWEN3_30B, Mesh(), 0, chosen, Rows(4096, 4096, 1)).row - 8 * 4096
+
+    one = 2 * 2048 * 4096
+    whole = layer_bytes(QWEN3_30B, Mesh(), Rows(4096, 4096, 1), BF16, moe=True).kept
+    assert row("uniform", 1) == row("block", 48) == 48 * one
+    assert row("uniform", 4) == 12 * one
+    assert row("uniform", 5) == 10 * one
+    assert row("block", 6) == pytest.approx(6 * one + 42 * whole)
+
+
+def test_settings_choose_what_is_planned() -> None:
+    run = ["run.dir=/r", "run.steps=3", "model.hf=/m", "optim.lr=1", "algo.policy.name=gspo"]
+
+    def chosen(*overrides: str) -> Choices:
+        return choices_of(load_config([], [*run, *overrides]))
+
+    assert chosen() == Choices()
+    assert chosen("recompute={granularity: selective, modules: [moe]}") == Choices(
+        recompute="selective", recompute_modules=("moe",)
+    )
+    assert chosen("recompute={granularity: full, method: block, num_layers: 3}") == Choices(
+        recompute="full", recompute_method="block", recompute_layers=3
+    )
+    assert chosen("precision.grad_reduce_dtype=bf16").gradient_bytes == 2
+    assert chosen("optim.distributed=false", "precision.dtype=fp32") == Choices(
+        dtype="fp32", distributed_optimizer=False
+    )
+    assert chosen("optim.cpu_offload={fraction: 0.5}").offloaded == 0.5
+    aware = "{main_params_dtype: fp16, exp_avg_dtype: fp8, exp_avg_sq_dtype: bf16}"
+    assert chosen(f"optim.precision_aware={aware}").optimizer_bytes == 2 + 1 + 2
 
 
 def test_a_critic_is_a_second_model_without_the_output_head() -> None:

@@ -70,7 +70,7 @@ def tiny(spec: ModelSpec, **dims: object) -> ModelSpec:
         "experts": 8 if moe else 0,
         "topk": min(2, spec.topk),
         "vocab": 100,
-        "moe_layers": (False,) + (moe,) * 3 if spec.ffn else (moe,) * 4,
+        "moe_layers": (moe and spec.mlp_bias, *(moe,) * 3),
         "windows": (4, 0, 4, 0) if spec.windows else (),
     }
     return replace(spec, **{**small, **dims})

@@ -252,13 +252,18 @@ def test_choices_change_what_is_planned(
         assert rank["saved"] == pytest.approx(stage.activations + stage.head, rel=ACTIVATION_RTOL)
 
 
-def test_long_sequences_keep_masks_under_context_parallelism(pool: WorkerPool, model: Path) -> None:
-    """Sequences of up to a row: without the mask's term the plan is 9 % too low."""
-    found, (planned,) = measure(pool, model, {"cp": 2}, HERE, longest=90)
-    mask = 2 * 4 * found[0]["row_tokens"] / 2 * found[0]["sequence"]
+def test_long_sequences_keep_masks_under_context_parallelism(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Of a model that is small for its sequences: without the masks' term the plan is too low."""
+    sizes = {"hidden_size": 16, "head_dim": 8, "intermediate_size": 16}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
+    small = write_model(tmp_path, {**MODEL, **sizes, **heads})
+    found, (planned,) = measure(pool, small, {"cp": 2}, HERE, longest=90)
+    masks = 4 * 2 * found[0]["row_tokens"] / 2 * found[0]["sequence"]  # bf16, in 4 layers
     for rank in found:
-        assert rank["saved"] == pytest.approx(planned.activations + planned.head, rel=0.03)
-        assert mask > 0.08 * rank["saved"]
+        assert rank["saved"] == pytest.approx(planned.activations + planned.head, rel=0.04)
+        assert masks > 2 * 0.04 * rank["saved"]
 
 
 def test_a_tied_embedding_is_there_twice_and_sent_once(pool: WorkerPool, tmp_path: Path) -> None:

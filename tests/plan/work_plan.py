@@ -48,10 +48,9 @@ def occupied(
             **_sizes(actor),
             "rows": len(rows),
             "row_tokens": len(rows[0].tokens),
-            # of a token, the mean length of its own
-            "sequence": round(
-                sum(n * n for row in rows for _, _, n in row.segments())
-                / sum(len(row.tokens) for row in rows)
+            # the mean length of a token's own sequence, of the row where it is greatest
+            "sequence": max(
+                round(sum(n * n for _, _, n in row.segments()) / len(row.tokens)) for row in rows
             ),
             "saved": saved.most,
             "sent": sum(t.nbytes for _, t in actor.weights().tensors()),
