@@ -33,6 +33,7 @@ def bf16_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_model(name, folder / str(i), torch.bfloat16) for i, name in names}
 
 
+KINDS = ("weight", "bias")
 OF_A_LAYER = [
     "input_layernorm.weight",
     "mlp.experts.experts.linear_fc1.weight",
@@ -168,7 +169,24 @@ def test_checkpoint_keys_are_those_of_transformer_engine(
     assert found == KEYS
 
 
-@pytest.mark.parametrize("name", WITH_BUFFERS)
+def test_checkpoint_keys_of_sinks_biases_and_windowed_layers(
+    pool: WorkerPool, bf16_models: dict[str, Path]
+) -> None:
+    """Sinks have the name of Transformer Engine's attention, too."""
+    (found,) = run(pool, "work_families:checkpoint_keys", {}, hf=bf16_models["gpt_oss"])
+    layer = {
+        "self_attention.core_attention.softmax_offset",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "pre_mlp_layernorm.weight",
+        *(f"self_attention.linear_{x}.{kind}" for x in ("qkv", "proj") for kind in KINDS),
+        *(f"mlp.experts.experts.linear_fc{n}.{kind}" for n in (1, 2) for kind in KINDS),
+        *(f"mlp.router.{kind}" for kind in KINDS),
+    }
+    outside = {key for key in KEYS if not key.startswith(("decoder.layers.", "mtp."))}
+    assert found == outside | {f"decoder.layers.N.{key}" for key in layer}
+
+
+@pytest.mark.parametrize("name", [*WITH_BUFFERS, "gpt_oss"])
 def test_a_critic_of_the_family_values_hidden_states(
     pool: WorkerPool, tmp_path: Path, name: str
 ) -> None:
