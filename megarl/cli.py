@@ -103,11 +103,12 @@ def config_check(
         world_size=world_size,
         num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
+        critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
         supported_models=FAMILIES,
         check_paths=paths,
     )
     if hf_config is not None:
-        _check_model(config.model.hf)
+        _check_model(config)
     if shell:
         typer.echo(f"NPROC={_world_size(config)}")
         typer.echo(f"RUN_DIR={shlex.quote(str(config.run.dir))}")
@@ -249,15 +250,25 @@ def _load(arguments: list[str]) -> "Config":
     return load_config(*split_arguments(arguments))
 
 
-def _check_model(folder: Path) -> None:
-    """Everything in config.json that the model family does not support."""
-    from megarl.errors import DataError
+def _check_model(config: "Config") -> None:
+    """Everything in config.json that a model family does not support, and parameters to freeze
+    that the model does not have.
+    """
+    from megarl.errors import ConfigError, DataError
+    from megarl.models.frozen import frozen_parameters
     from megarl.models.spec import read_spec
 
+    key = "model.hf"
     try:
-        read_spec(folder)
+        frozen_parameters(config.train.frozen, read_spec(config.model.hf))
+        if config.critic.hf is not None:
+            key = "critic.hf"
+            read_spec(config.critic.hf, for_values=True)
     except DataError as e:
-        typer.echo(f"megarl: model.hf: {e}", err=True)
+        typer.echo(f"megarl: {key}: {e}", err=True)
+        raise typer.Exit(2) from e
+    except ConfigError as e:
+        typer.echo(f"megarl: {e}", err=True)
         raise typer.Exit(2) from e
 
 

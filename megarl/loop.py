@@ -6,7 +6,8 @@ One step, on every rank:
    list everywhere.
 2. **plan**: optimizer steps and packed rows; **old and reference log-probs**, and a critic's
    **values**: forward passes; **advantages** and what weighs every token (``experience.py``).
-3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's.
+3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's; in
+   ``critic.warmup_steps`` the critic's alone.
 4. **after the update**: new weights to the servers, held-out evaluation (``sources.py``).
 5. **report** and, when due, **checkpoint**.
 
@@ -18,21 +19,27 @@ import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megarl.actor.actor import MegatronActor, build_actor
-from megarl.actor.critic import HEAD, MegatronCritic, build_critic
-from megarl.actor.setup import Parallel, destroy_parallel, init_parallel
-from megarl.actor.state import load_model, load_trained, parameter_bytes, save_trained
+from megarl.actor.critic import MegatronCritic, build_critic, load_start
+from megarl.actor.residence import WEIGHTS
+from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_parallel
+from megarl.actor.state import load_model, load_trained, parameter_bytes, save_trained, weight_bytes
 from megarl.actor.trained import TrainedModel
 from megarl.algos.control import Controllers
-from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
+from megarl.checkpoint.manager import (
+    CRITIC,
+    MEGATRON,
+    REFERENCE,
+    CheckpointManager,
+    WriteParts,
+)
 from megarl.config.load import dump_given, dump_resolved
-from megarl.config.schema import Config
-from megarl.config.validate import optimizer_steps
+from megarl.config.schema import Config, ParallelSection
+from megarl.config.validate import critic_optimizer_steps, optimizer_steps
 from megarl.errors import RunError
-from megarl.experience import Ranks, complete_plan, make_plan, needs_reference
+from megarl.experience import Ranks, complete_plan, make_plan, moving_reference, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
 from megarl.models.flops import pass_flops
@@ -41,10 +48,11 @@ from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduc
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
+from megarl.relayout import move
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Job, Metric, Sample, StepMetrics, Sum
+from megarl.types import Job, Metric, Sample, StepMetrics, Sum, TrainPlan
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +75,7 @@ class Parts:
     stop: StopRequest
     controllers: Controllers
     ops: dict[str, str]  # which implementation of every op runs
+    saves_reference: bool  # it is or may become another than the model the run started from
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -93,7 +102,8 @@ def _steps(parts: Parts, step: int) -> None:
     """From ``step`` finished steps to the last."""
     config, stop = parts.config, parts.stop
     saved = step
-    metrics = parts.source.start(step)
+    with parts.actor.resident(WEIGHTS):
+        metrics = parts.source.start(step)
     if step == 0:  # a resumed run has this step's line already
         _report(parts, step, metrics, [])
     while step < config.run.steps and not any_rank(stop.requested, parts.parallel.host):
@@ -128,21 +138,31 @@ def train_step(parts: Parts, step: int) -> None:
         with timer("plan"):
             flops = pass_flops(parts.actor.spec)
             plan = make_plan(samples, parts.config, parallel.mesh, parallel.at.dp, flops)
+            critics_plan = _critics_plan(parts, plan, samples)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
             with timer("values"):
-                critic.values(plan)
+                critic.values(critics_plan)
+                if critics_plan is not plan:
+                    move("values", samples, (critics_plan, critic.parallel), (plan, parallel))
+        policy_trains = step > parts.config.critic.warmup_steps
         with timer("advantages"):
             shared = complete_plan(
-                plan, samples, parts.config, parts.controllers, ranks_of(parallel)
+                *(plan, samples, parts.config, parts.controllers, ranks_of(parallel)),
+                steer=policy_trains,
             )
-        with timer("train"):
-            metrics += actor.train(plan)
+        if policy_trains:
+            with timer("train"):
+                metrics += actor.train(plan)
         if critic is not None:
             with timer("train_critic"):
-                metrics += critic.train(plan)
-        with timer("sync"):
+                if critics_plan is not plan:
+                    move("returns", samples, (plan, parallel), (critics_plan, critic.parallel))
+                metrics += critic.train(critics_plan)
+        if moving_reference(parts.config, step):
+            actor.keep_reference()
+        with timer("sync"), actor.resident(WEIGHTS):
             metrics += parts.source.updated(step)
     if parallel.rank == 0:
         metrics += shared
@@ -152,10 +172,23 @@ def train_step(parts: Parts, step: int) -> None:
     _report(parts, step, metrics, samples)
 
 
+def _critics_plan(parts: Parts, plan: TrainPlan, samples: list[Sample]) -> TrainPlan:
+    """The critic's rows: the actor's, or the same samples packed for a layout of its own."""
+    if parts.critic is None or parts.critic.parallel.mesh == parts.parallel.mesh:
+        return plan
+    mesh, at = parts.critic.parallel.mesh, parts.critic.parallel.at
+    return make_plan(samples, parts.config, mesh, at.dp, pass_flops(parts.critic.spec))
+
+
 def save(parts: Parts, step: int) -> None:
     """Checkpoint ``step``; everything a later run needs to go on from here."""
     parts.stop.where = f"checkpoint {step}"
-    trained = parts.trained
+    trained, actor = parts.trained, parts.actor
+    write: WriteParts = {name: partial(save_trained, model) for name, model in trained.items()}
+    num_bytes = sum(map(parameter_bytes, trained.values()))
+    if parts.saves_reference:
+        write[REFERENCE] = actor.save_reference
+        num_bytes += weight_bytes(actor)
     path = parts.checkpoints.save(
         step,
         loop_state={
@@ -164,8 +197,8 @@ def save(parts: Parts, step: int) -> None:
         },
         model=parts.actor.spec.as_json(),
         hf_files=parts.config.model.hf,
-        write_parts={name: partial(save_trained, model) for name, model in trained.items()},
-        num_bytes=sum(map(parameter_bytes, trained.values())) * parts.parallel.mesh.world_size,
+        write_parts=write,
+        num_bytes=num_bytes * parts.parallel.mesh.world_size,
     )
     parts.reporter.note(f"checkpoint {path}")
 
@@ -174,7 +207,7 @@ def _build(
     config: Config, rundir: RunDir, job: Job, stop: StopRequest, stack: ExitStack
 ) -> tuple[Parts, int]:
     """Every part, and the step to go on from."""
-    mesh = mesh_of(config)
+    mesh = mesh_of(config.parallel)
     spec = read_spec(config.model.hf)
     stop.where = "joining the other ranks"
     parallel = init_parallel(
@@ -188,22 +221,22 @@ def _build(
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
-    critic = None
-    if config.critic.lr is not None:
-        critic = build_critic(config, spec, parallel, optimizer_steps(config))
+    critic = _build_critic(config, parallel)
     checkpoints = CheckpointManager(
         rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
     )
-    if config.model.load is not None and (resume is None or needs_reference(config)):
-        stop.where = f"loading {config.model.load}"
-        _load_weights(_trained(actor, critic), config.model.load / MEGATRON)
-    if needs_reference(config):
+    folder = rundir.checkpoints / f"step_{resume}"
+    has_reference = resume is not None and (folder / REFERENCE).is_dir()
+    _load_start(config, stop, actor, critic, resumed=resume is not None)
+    if has_reference:
+        stop.where = f"loading the reference of checkpoint {resume}"
+        actor.load_reference(folder / REFERENCE)
+    elif needs_reference(config):
         actor.keep_reference()
     step = 0
     loop_state: dict[str, Any] | None = None
     if resume is not None:
         stop.where = f"loading checkpoint {resume}"
-        folder = rundir.checkpoints / f"step_{resume}"
         loop_state = checkpoints.loop_state(resume)
         for name, model in _trained(actor, critic).items():
             load_trained(model, folder / name)
@@ -227,7 +260,7 @@ def _build(
         controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
-        *(PhaseTimer(), stop, controllers, ops),
+        *(PhaseTimer(), stop, controllers, ops, has_reference or moving_reference(config)),
     )
     return parts, step
 
@@ -236,11 +269,35 @@ def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, T
     return {MEGATRON: actor} if critic is None else {MEGATRON: actor, CRITIC: critic}
 
 
-def _load_weights(trained: dict[str, TrainedModel], path: Path) -> None:
-    """The policy's weights into every model; a critic keeps its head."""
-    for name, model in trained.items():
-        load_model(model.model, model.parallel, path, but=HEAD if name == CRITIC else None)
-        model.optimizer.reload_model_params()
+def _build_critic(config: Config, parallel: Parallel) -> MegatronCritic | None:
+    if config.critic.lr is None:
+        return None
+    mesh = mesh_of(config.critic_parallel)
+    beside = init_beside(parallel, mesh, timeout_s=config.run.timeout_s)
+    spec = read_spec(config.critic_hf, for_values=True)
+    return build_critic(config, spec, beside, critic_optimizer_steps(config))
+
+
+def _load_start(
+    config: Config,
+    stop: StopRequest,
+    actor: MegatronActor,
+    critic: MegatronCritic | None,
+    *,
+    resumed: bool,
+) -> None:
+    """Weights of the checkpoints that the run starts from. A resumed run has its own, but its
+    reference policy may be the one of its start.
+    """
+    path = config.model.load
+    if path is not None and (not resumed or needs_reference(config)):
+        stop.where = f"loading {path}"
+        with actor.resident():
+            load_model(actor.model, actor.parallel, path / MEGATRON)
+            actor.optimizer.reload_model_params()
+    if critic is not None and config.critic_load is not None and not resumed:
+        stop.where = f"loading {config.critic_load} into the critic"
+        load_start(critic, config.critic_load)
 
 
 def ranks_of(parallel: Parallel) -> Ranks:
@@ -251,8 +308,7 @@ def ranks_of(parallel: Parallel) -> Ranks:
     )
 
 
-def mesh_of(config: Config) -> Mesh:
-    p = config.parallel
+def mesh_of(p: ParallelSection) -> Mesh:
     return Mesh(
         tp=p.tp,
         pp=p.pp,

@@ -20,7 +20,8 @@ from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, MegarlError
-from megarl.models.spec import FAMILIES
+from megarl.models.frozen import frozen_parameters
+from megarl.models.spec import FAMILIES, read_spec
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.types import Job
@@ -77,8 +78,11 @@ def check(config: Config, job: Job) -> None:
         world_size=job.world_size,
         num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
+        critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
         supported_models=FAMILIES.keys(),
     )
+    if config.train.frozen:
+        frozen_parameters(config.train.frozen, read_spec(config.model.hf))
 
 
 def _join(job: Job, config: Config) -> None:

@@ -13,7 +13,7 @@ def build_optimizer(
     settings: OptimSection, dtype: torch.dtype, models: list[torch.nn.Module]
 ) -> Any:
     """AdamW with fp32 main parameters; fused where TE or apex is installed, torch's elsewhere."""
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
             lr=settings.lr,
@@ -29,6 +29,12 @@ def build_optimizer(
         ),
         models,
     )
+    # Where all of a kind (experts, the others) is frozen, upstream makes an optimizer of nothing,
+    # which its saving does not expect.
+    optimizer.chained_optimizers = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
+    return optimizer
 
 
 def build_schedule(

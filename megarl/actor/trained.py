@@ -3,7 +3,8 @@ learning-rate schedule, and the rule for numbers that are not finite.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
+from megarl.actor.residence import PARTS, Evicted, evict
 from megarl.actor.setup import Parallel
 from megarl.actor.step import OnOutput, run_schedule
 from megarl.config.schema import OptimSection
@@ -34,15 +36,45 @@ class TrainedModel:
     optimizer: Any
     schedule: Any
     on_nonfinite: str
+    away: dict[str, Evicted]  # what lies in host memory, by part
 
     area: ClassVar[str]  # of its metrics
     whose: ClassVar[str]  # in messages
+
+    def offload(self, *parts: str) -> None:
+        """``parts`` to host memory, by default all; their device memory is free for others."""
+        for part in parts or PARTS:
+            if part not in self.away:
+                self.away[part] = evict(part, self.model, self.optimizer, self.parallel.device)
+        if self.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, *parts: str) -> None:
+        """``parts`` back to the device, bit for bit (gradients as zeros); by default all."""
+        for part in parts or PARTS:
+            if part in self.away:
+                self.away.pop(part).restore()
+
+    @property
+    def sharded_optimizer(self) -> bool:
+        return bool(self.model[0].ddp_config.use_distributed_optimizer)
+
+    @contextmanager
+    def resident(self, *parts: str) -> Iterator[None]:
+        """Inside, ``parts`` are on the device (by default all); afterwards as before."""
+        moved = [part for part in parts or PARTS if part in self.away]
+        self.onload(*parts)
+        try:
+            yield
+        finally:
+            if moved:
+                self.offload(*moved)
 
     def record(self, rows: list[PackedBatch], finish: OnOutput) -> None:
         """Forward passes alone; ``finish`` keeps what is wanted of them."""
         for chunk in self.model:
             chunk.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.parallel.active():
             run_schedule(self.model, rows, self.parallel, forward_only=True, finish=finish)
 
     def gradients(self, rows: list[PackedBatch], loss: OnOutput) -> tuple[StepMetrics, list[int]]:
@@ -53,7 +85,8 @@ class TrainedModel:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
+        with self.parallel.active():
+            found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
         return (
             [metric for result in found for metric in result.metrics],
             [sample for result in found for sample in result.nonfinite],
@@ -62,13 +95,14 @@ class TrainedModel:
     def take_steps(self, plan: TrainPlan, forward_backward: ForwardBackward) -> StepMetrics:
         """Every optimizer step of the plan; one without a trained token is left out."""
         metrics: StepMetrics = []
-        for rows, tokens in zip(plan.steps, plan.trained_tokens, strict=True):
-            skipped = True
-            if tokens:
-                found, nonfinite = forward_backward(rows, tokens)
-                metrics += found
-                skipped = self._must_skip(nonfinite, plan.names)
-            metrics += self.update(skip=skipped)
+        with self.resident():
+            for rows, tokens in zip(plan.steps, plan.trained_tokens, strict=True):
+                skipped = True
+                if tokens:
+                    found, nonfinite = forward_backward(rows, tokens)
+                    metrics += found
+                    skipped = self._must_skip(nonfinite, plan.names)
+                metrics += self.update(skip=skipped)
         return metrics
 
     def update(self, *, skip: bool = False) -> StepMetrics:
@@ -77,7 +111,8 @@ class TrainedModel:
         lr = float(self.schedule.get_lr(self.optimizer.param_groups[0]))
         metrics = [Metric(f"{self.area}/skipped", Sum(float(skip and self.parallel.rank == 0)))]
         if not skip:
-            ok, grad_norm, _ = self.optimizer.step()
+            with self.parallel.active():
+                ok, grad_norm, _ = self.optimizer.step()
             assert ok, "gradients are finite: checked before"
             metrics += [Metric(f"{self.area}/grad_norm", Max(float(grad_norm)))]
         return [*metrics, Metric(f"{self.area}/lr", Max(lr))]
@@ -122,4 +157,4 @@ def in_training(
     optimizer = build_optimizer(settings, dtype, model)
     core[0].config.finalize_model_grads_func = finalize_model_grads
     schedule = build_schedule(settings, optimizer, optimizer_steps)
-    return {"model": model, "optimizer": optimizer, "schedule": schedule}
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "away": {}}

@@ -124,7 +124,26 @@ RULES = (
         "leave it out, or set eval.every",
     ),
     Rule(
-        lambda c, _: c.optim.decay_fraction == 0,
+        lambda c, _: not c.algo.needs_values,
+        ("critic.*",),
+        "only algo.advantage.name=gae has a use for values",
+        "leave it out, or set algo.advantage.name=gae",
+    ),
+    Rule(
+        lambda c, _: c.critic.lr is None,
+        ("critic.*",),
+        "critic.lr=null: there is no critic",
+        "leave it out, or set critic.lr",
+        but=("critic.lr",),
+    ),
+    Rule(
+        lambda c, _: c.critic.lr is not None and c.critic_optim.decay_fraction == 0,
+        ("critic.optim.min_lr_ratio",),
+        "the critic's learning rate does not fall",
+        "leave it out, or set critic.optim.decay_fraction",
+    ),
+    Rule(
+        lambda c, _: c.optim.decay_fraction == 0 and not c.critic.optim.decay_fraction,
         ("optim.min_lr_ratio",),
         "optim.decay_fraction=0: the learning rate does not fall",
         "leave it out, or set optim.decay_fraction",
@@ -132,6 +151,11 @@ RULES = (
     Rule(
         lambda _, experts: experts == 0,
         ("parallel.etp", "train.moe_aux_loss_coef"),
+        "the model has no experts",
+    ),
+    Rule(
+        lambda c, experts: experts == 0 and c.critic.hf is None,
+        ("critic.parallel.etp",),
         "the model has no experts",
     ),
 )

@@ -7,6 +7,7 @@ devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from megarl.config.fields import field_of, members
 from megarl.config.files import file_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
-from megarl.config.schema import Config
+from megarl.config.schema import Config, OptimSection, ParallelSection
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 
@@ -30,19 +31,22 @@ def validate(
     world_size: int | None,
     num_gpus: int,
     hf_config: Mapping[str, Any] | None,
+    critic_hf_config: Mapping[str, Any] | None = None,
     supported_models: Collection[str] | None = None,
     check_paths: bool = True,
 ) -> None:
     """Raise ConfigError with everything that is wrong; return None if nothing is.
 
     ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
-    ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
+    ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked;
+    ``critic_hf_config``: that of ``critic.hf``.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
     """
     problems = [
         *_mode(config),
-        *layout_problems(config, world_size, hf_config),
-        *_model(config, hf_config, supported_models),
+        *layout_problems(config, world_size, hf_config, critic_hf_config),
+        *_model("model.hf", config.model.hf, hf_config, supported_models),
+        *_model("critic.hf", config.critic_hf, critic_hf_config, supported_models),
         *algorithm_problems(config),
         *_batch(config),
         *_rows(config),
@@ -58,7 +62,12 @@ def validate(
 
 
 def optimizer_steps(config: Config) -> int:
-    """Optimizer steps of the whole run: the learning-rate schedule's clock."""
+    """The policy's optimizer steps of the whole run: its learning-rate schedule's clock."""
+    return (config.run.steps - config.critic.warmup_steps) * config.algo.minibatches
+
+
+def critic_optimizer_steps(config: Config) -> int:
+    """The critic's, likewise."""
     return config.run.steps * config.algo.minibatches
 
 
@@ -95,17 +104,20 @@ def _compares_samples(config: Config) -> str | None:
 
 
 def _model(
-    config: Config, hf: Mapping[str, Any] | None, supported: Collection[str] | None
+    key: str, folder: Path, hf: Mapping[str, Any] | None, supported: Collection[str] | None
 ) -> Iterator[Problem]:
     if hf is None or supported is None or not hf.get("model_type"):
         return
     if hf["model_type"] not in supported:
-        found = f"{config.model.hf}, whose model_type is {hf['model_type']}"
-        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}")
+        found = f"{folder}, whose model_type is {hf['model_type']}"
+        yield Problem(key, found, f"a model of type {', '.join(sorted(supported))}")
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    data, minibatches, dp = config.data, config.algo.minibatches, config.parallel.dp
+    data, minibatches = config.data, config.algo.minibatches
+    key, dp = max(
+        ((key, layout.dp) for key, layout in _layouts(config).items()), key=lambda x: x[1]
+    )
     if config.run.mode == "train_only":  # the recording decides how many samples a step has
         return
     if data.prompts_per_step % minibatches:
@@ -114,27 +126,47 @@ def _batch(config: Config) -> Iterator[Problem]:
     per_prompt = data.samples_per_prompt if config.run.mode == "rl" else 1
     if data.prompts_per_step * per_prompt < dp * minibatches:
         found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
-        accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
+        whose = "" if key == "parallel" else f" of {key}"
+        accepted = f"a sample for each of dp {dp} ranks{whose} in each of {minibatches} minibatches"
         yield Problem("data.prompts_per_step", found, accepted)
 
 
 def _rows(config: Config) -> Iterator[Problem]:
-    buckets, pp = config.train.row_buckets, config.parallel.pp
-    if buckets > 1 and pp > 1:
-        found = f"{buckets} with parallel.pp={pp}"
-        yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
+    buckets = config.train.row_buckets
+    for key, layout in _layouts(config).items():
+        if buckets > 1 and layout.pp > 1:
+            found = f"{buckets} with {key}.pp={layout.pp}"
+            yield Problem("train.row_buckets", found, "1: pipeline stages need rows of one length")
+
+
+def _layouts(config: Config) -> dict[str, ParallelSection]:
+    """By key, those that differ in name."""
+    found = {"parallel": config.parallel}
+    if config.critic.parallel is not None:
+        found["critic.parallel"] = config.critic.parallel
+    return found
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
-    optim, total = config.optim, optimizer_steps(config)
+    warmup, steps = config.critic.warmup_steps, config.run.steps
+    if warmup >= steps:
+        yield Problem("critic.warmup_steps", str(warmup), f"less than run.steps = {steps}")
+        return
+    yield from _schedule_of("optim", config.optim, optimizer_steps(config))
+    if config.critic.lr is not None and config.critic.optim.model_fields_set:
+        total = critic_optimizer_steps(config)
+        yield from _schedule_of("critic.optim", config.critic_optim, total)
+
+
+def _schedule_of(key: str, optim: OptimSection, total: int) -> Iterator[Problem]:
     for i, beta in enumerate(optim.betas):
         if not 0 <= beta < 1:
-            yield Problem(f"optim.betas[{i}]", str(beta), "a number >= 0 and < 1")
+            yield Problem(f"{key}.betas[{i}]", str(beta), "a number >= 0 and < 1")
     decay = round(optim.decay_fraction * total)
     if optim.warmup_steps >= total or optim.warmup_steps + decay > total:
-        falling = f", the last {decay} of which fall (optim.decay_fraction)" if decay else ""
+        falling = f", the last {decay} of which fall ({key}.decay_fraction)" if decay else ""
         accepted = f"less than the run's {total} optimizer steps{falling}"
-        yield Problem("optim.warmup_steps", str(optim.warmup_steps), accepted)
+        yield Problem(f"{key}.warmup_steps", str(optim.warmup_steps), accepted)
 
 
 def _servers(config: Config) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,14 +123,15 @@ def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
     return HfCheckpoint(folder, {name: headers[file][name] for name, file in index.items()})
 
 
-def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
+def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec, extra: Collection[str] = ()) -> None:
     """Refuse a checkpoint that is not exactly the model of ``spec``: every fault in one DataError.
+    ``extra``: tensors that are not looked at, whether there or not.
 
     Tied embeddings: published checkpoints often store ``lm_head.weight`` all the same. It is
     accepted where it equals the embedding bit for bit, and is not written back.
     """
-    expected = {t.name: t.shape for t in mapping_for(spec).hf_spec()}
-    found = set(checkpoint.names())
+    expected = {t.name: t.shape for t in mapping_for(spec).hf_spec() if t.name not in extra}
+    found = set(checkpoint.names()) - set(extra)
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if spec.tie_embeddings and {head, embedding} <= found:
         if not torch.equal(checkpoint.get(head), checkpoint.get(embedding)):

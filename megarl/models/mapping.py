@@ -266,9 +266,13 @@ class ModelMapping:
             for name, shape in match.hf(self._dims)
         ]
 
-    def megatron_names(self) -> list[str]:
-        """Every parameter of the whole model, in each rule's first spelling."""
-        return [match.rule.megatron[0].format(**match.numbers) for match in self._everything()]
+    def megatron_names(self, *, every_spelling: bool = False) -> list[str]:
+        """Every parameter of the whole model, in each rule's first spelling or in all of them."""
+        return [
+            spelling.format(**match.numbers)
+            for match in self._everything()
+            for spelling in match.rule.megatron[: None if every_spelling else 1]
+        ]
 
     def _everything(self) -> Iterator[_Match]:
         """Rules outside the layers keep their place in the table: before or after the layers."""
