@@ -104,6 +104,7 @@ def config_check(
         world_size=world_size,
         num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
+        critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
         supported_models=FAMILIES,
         refused_models=REFUSED,
         check_paths=paths,
@@ -305,16 +306,25 @@ def _load(arguments: list[str]) -> "Config":
 
 
 def _check_model(config: "Config") -> None:
-    """Everything in config.json that the model family does not support, or ``model.config`` says
-    otherwise.
+    """Everything in config.json that a model family does not support, or ``model.config`` says
+    otherwise, and parameters to freeze that the model does not have.
     """
-    from megarl.errors import DataError
+    from megarl.errors import ConfigError, DataError
+    from megarl.models.frozen import frozen_parameters
     from megarl.models.settings import model_spec
+    from megarl.models.spec import read_spec
 
+    key = "model.hf"
     try:
-        model_spec(config.model)
+        frozen_parameters(config.train.frozen, model_spec(config.model))
+        if config.critic.hf is not None:
+            key = "critic.hf"
+            read_spec(config.critic.hf, for_values=True)
     except DataError as e:
-        typer.echo(f"megarl: model.hf: {e}", err=True)
+        typer.echo(f"megarl: {key}: {e}", err=True)
+        raise typer.Exit(2) from e
+    except ConfigError as e:
+        typer.echo(f"megarl: {e}", err=True)
         raise typer.Exit(2) from e
 
 

@@ -48,6 +48,12 @@ def needs_reference(config: Config) -> bool:
     return config.algo.kl is not None
 
 
+def moving_reference(config: Config, step: int = 0) -> bool:
+    """Whether the policy after ``step`` becomes the reference; of step 0: whether any ever does."""
+    every = config.algo.kl.reference_every if config.algo.kl is not None else 0
+    return every > 0 and step % every == 0
+
+
 def make_plan(
     samples: Sequence[Sample],
     config: Config,
@@ -86,8 +92,11 @@ def complete_plan(
     config: Config,
     controllers: Controllers,
     ranks: Ranks = ONE_RANK,
+    *,
+    steer: bool = True,
 ) -> StepMetrics:
-    """Fill what the loss needs into the rows, and the plan's coefficients. Collective.
+    """Fill what the loss needs into the rows, and the plan's coefficients. Collective. ``steer``:
+    controllers move on; not where the policy is not trained, whose doing they answer to.
 
     Returns the same metrics on every rank.
     """
@@ -106,7 +115,8 @@ def complete_plan(
     for part, here in zip(split_by_group(samples, algo.minibatches), plan.steps, strict=True):
         metrics += _complete_step(part, here if ranks.holds else [], trained, algo, ranks.share)
     metrics += _response_metrics(samples, trained)
-    plan.coefficients, measured = _coefficients(rows, algo, controllers, len(samples), ranks.share)
+    steered = len(samples) if steer else 0
+    plan.coefficients, measured = _coefficients(rows, algo, controllers, steered, ranks.share)
     return metrics + measured
 
 
@@ -181,6 +191,7 @@ def _coefficients(
     """This step's coefficients from token means of the old policy; controllers then move on.
 
     A number that is not finite is left out: it must not stay in a controller after its step.
+    ``num_samples`` 0: controllers stay.
     """
     entropies, kls = [], []
     for row in rows:
@@ -194,7 +205,8 @@ def _coefficients(
         return controllers.coefficients(0.0, math.inf), []
     entropy, kl = totals[0] / max(1.0, totals[1]), totals[2] / max(1.0, totals[3])
     found = controllers.coefficients(kl, entropy)
-    controllers.update(kl, entropy, num_samples)
+    if num_samples:
+        controllers.update(kl, entropy, num_samples)
     metrics = []
     if algo.kl is not None:
         metrics += [_number("kl/old_policy", kl), _number("kl/coef", found.kl)]

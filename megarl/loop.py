@@ -8,7 +8,8 @@ One step, on every rank:
    ranks that use them (``data/exchange.py``), as packed rows; **old and reference log-probs**, and
    a critic's **values**: forward passes; **advantages** and what weighs every token
    (``experience.py``).
-3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's.
+3. **train**: the actor's forward and backward passes (``actor/step.py``), then the critic's; in
+   ``critic.warmup_steps`` the critic's alone.
 4. **after the update**: new weights to the servers, held-out evaluation (``sources.py``).
 5. **report** and, when due, **checkpoint**.
 
@@ -17,38 +18,47 @@ decided by all ranks together, at the same step.
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megarl.actor.actor import MegatronActor, build_actor
-from megarl.actor.critic import HEAD, MegatronCritic, build_critic
-from megarl.actor.setup import Parallel, destroy_parallel, init_parallel
-from megarl.actor.state import load_model, load_trained, parameter_bytes, save_trained
+from megarl.actor.critic import MegatronCritic, build_critic, load_start
+from megarl.actor.residence import WEIGHTS
+from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_parallel
+from megarl.actor.state import load_model, load_trained, parameter_bytes, save_trained, weight_bytes
 from megarl.actor.trained import TrainedModel
 from megarl.algos.control import Controllers
-from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
+from megarl.checkpoint.manager import (
+    CRITIC,
+    MEGATRON,
+    REFERENCE,
+    CheckpointManager,
+    WriteParts,
+)
 from megarl.config.load import dump_given, dump_resolved
-from megarl.config.schema import Config
-from megarl.config.training import optimizer_steps
-from megarl.data.exchange import Collected
+from megarl.config.schema import Config, ParallelSection
+from megarl.config.training import critic_optimizer_steps, optimizer_steps
+from megarl.data.exchange import Collected, Delivery
 from megarl.data.nodes import Nodes, find_nodes
 from megarl.errors import RunError
-from megarl.experience import Ranks, complete_plan, needs_reference
+from megarl.experience import Ranks, complete_plan, moving_reference, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
 from megarl.models.settings import model_spec
+from megarl.models.spec import read_spec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
 from megarl.planning import plan_step
+from megarl.relayout import move
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Job, Max, Metric, StepMetrics, Sum
+from megarl.types import Job, Max, Metric, StepMetrics, Sum, TrainPlan
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +82,7 @@ class Parts:
     controllers: Controllers
     nodes: Nodes
     ops: dict[str, str]  # which implementation of every op runs
+    saves_reference: bool  # it is or may become another than the model the run started from
 
     @property
     def trained(self) -> dict[str, TrainedModel]:
@@ -98,7 +109,8 @@ def _steps(parts: Parts, step: int) -> None:
     """From ``step`` finished steps to the last."""
     config, stop = parts.config, parts.stop
     saved = step
-    metrics = parts.source.start(step)
+    with parts.actor.resident(WEIGHTS):
+        metrics = parts.source.start(step)
     if step == 0:  # a resumed run has this step's line already
         _report(parts, step, metrics, [])
     while step < config.run.steps and not any_rank(stop.requested, parts.parallel.host):
@@ -135,34 +147,68 @@ def train_step(parts: Parts, step: int) -> None:
             plan, moved = plan_step(
                 samples, parts.config, parallel.mesh, actor.spec, parts.nodes, step
             )
+            critics_plan, moved_again = _critics_plan(parts, plan, samples, step)
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
             with timer("values"):
-                critic.values(plan)
+                critic.values(critics_plan)
+                if critics_plan is not plan:
+                    move("values", facts, (critics_plan, critic.parallel), (plan, parallel))
+        policy_trains = step > parts.config.critic.warmup_steps
         with timer("advantages"):
-            shared = complete_plan(plan, facts, parts.config, parts.controllers, ranks_of(parallel))
-        with timer("train"):
-            metrics += actor.train(plan)
+            shared = complete_plan(
+                *(plan, facts, parts.config, parts.controllers, ranks_of(parallel)),
+                steer=policy_trains,
+            )
+        if policy_trains:
+            with timer("train"):
+                metrics += actor.train(plan)
         if critic is not None:
             with timer("train_critic"):
-                metrics += critic.train(plan)
-        with timer("sync"):
+                if critics_plan is not plan:
+                    move("returns", facts, (plan, parallel), (critics_plan, critic.parallel))
+                metrics += critic.train(critics_plan)
+        if moving_reference(parts.config, step):
+            actor.keep_reference()
+        with timer("sync"), actor.resident(WEIGHTS):
             metrics += parts.source.updated(step)
     if parallel.rank == 0:
         metrics += shared
         metrics.append(Metric("perf/tokens", Sum(float(sum(f.length for f in facts)))))
-    metrics.append(Metric("perf/exchange_bytes", Max(moved.received + moved.carried)))
-    metrics.append(Metric("perf/exchange_seconds", Max(moved.seconds)))
+    deliveries = [moved, *moved_again]
+    moved_bytes = sum(d.received + d.carried for d in deliveries)
+    metrics.append(Metric("perf/exchange_bytes", Max(moved_bytes)))
+    metrics.append(Metric("perf/exchange_seconds", Max(sum(d.seconds for d in deliveries))))
     with timer("eval"):
         metrics += parts.source.evaluate(step)
     _report(parts, step, metrics, samples)
 
 
+def _critics_plan(
+    parts: Parts, plan: TrainPlan, samples: Sequence[Collected], step: int
+) -> tuple[TrainPlan, list[Delivery]]:
+    """The critic's rows, and what was moved for them: the actor's, or the same samples packed for a
+    layout of its own.
+    """
+    critic = parts.critic
+    if critic is None or critic.parallel.mesh == parts.parallel.mesh:
+        return plan, []
+    own, moved = plan_step(
+        samples, parts.config, critic.parallel.mesh, critic.spec, parts.nodes, step
+    )
+    return own, [moved]
+
+
 def save(parts: Parts, step: int) -> None:
     """Checkpoint ``step``; everything a later run needs to go on from here."""
     parts.stop.where = f"checkpoint {step}"
-    trained = parts.trained
+    trained, actor = parts.trained, parts.actor
+    write: WriteParts = {name: partial(save_trained, model) for name, model in trained.items()}
+    num_bytes = sum(map(parameter_bytes, trained.values()))
+    if parts.saves_reference:
+        write[REFERENCE] = actor.save_reference
+        num_bytes += weight_bytes(actor)
     path = parts.checkpoints.save(
         step,
         loop_state={
@@ -171,8 +217,8 @@ def save(parts: Parts, step: int) -> None:
         },
         model=parts.actor.spec.as_json(),
         hf_files=parts.config.model.hf,
-        write_parts={name: partial(save_trained, model) for name, model in trained.items()},
-        num_bytes=sum(map(parameter_bytes, trained.values())) * parts.parallel.mesh.world_size,
+        write_parts=write,
+        num_bytes=num_bytes * parts.parallel.mesh.world_size,
     )
     parts.reporter.note(f"checkpoint {path}")
 
@@ -185,7 +231,7 @@ def _build(
     stop.where = "joining the other ranks"
     seed, timeout_s = config.run.seed, config.run.timeout_s
     parallel = init_parallel(
-        mesh_of(config), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
+        mesh_of(config.parallel), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
     )
     stack.callback(destroy_parallel)
     stop.where = "checking the compiled operators"
@@ -195,22 +241,22 @@ def _build(
     resume = _open_run(config, rundir, parallel, stack)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
-    critic = None
-    if config.critic.lr is not None:
-        critic = build_critic(config, spec, parallel, optimizer_steps(config))
+    critic = _build_critic(config, parallel)
     checkpoints = CheckpointManager(
         rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
     )
-    if config.model.load is not None and (resume is None or needs_reference(config)):
-        stop.where = f"loading {config.model.load}"
-        _load_weights(_trained(actor, critic), config.model.load / MEGATRON)
-    if needs_reference(config):
+    folder = rundir.checkpoints / f"step_{resume}"
+    has_reference = resume is not None and (folder / REFERENCE).is_dir()
+    _load_start(config, stop, actor, critic, resumed=resume is not None)
+    if has_reference:
+        stop.where = f"loading the reference of checkpoint {resume}"
+        actor.load_reference(folder / REFERENCE)
+    elif needs_reference(config):
         actor.keep_reference()
     step = resume or 0
     loop_state: dict[str, Any] | None = None
     if resume is not None:
         stop.where = f"loading checkpoint {resume}"
-        folder = rundir.checkpoints / f"step_{resume}"
         loop_state = checkpoints.loop_state(resume)
         for name, model in _trained(actor, critic).items():
             load_trained(model, folder / name)
@@ -235,6 +281,7 @@ def _build(
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
         *(PhaseTimer(), stop, controllers, nodes, ops),
+        has_reference or moving_reference(config),
     )
     return parts, step
 
@@ -243,11 +290,35 @@ def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, T
     return {MEGATRON: actor} if critic is None else {MEGATRON: actor, CRITIC: critic}
 
 
-def _load_weights(trained: dict[str, TrainedModel], path: Path) -> None:
-    """The policy's weights into every model; a critic keeps its head."""
-    for name, model in trained.items():
-        load_model(model.model, model.parallel, path, but=HEAD if name == CRITIC else None)
-        model.optimizer.reload_model_params()
+def _build_critic(config: Config, parallel: Parallel) -> MegatronCritic | None:
+    if config.critic.lr is None:
+        return None
+    mesh = mesh_of(config.critic_parallel)
+    beside = init_beside(parallel, mesh, timeout_s=config.run.timeout_s)
+    spec = read_spec(config.critic_hf, for_values=True)
+    return build_critic(config, spec, beside, critic_optimizer_steps(config))
+
+
+def _load_start(
+    config: Config,
+    stop: StopRequest,
+    actor: MegatronActor,
+    critic: MegatronCritic | None,
+    *,
+    resumed: bool,
+) -> None:
+    """Weights of the checkpoints that the run starts from. A resumed run has its own, but its
+    reference policy may be the one of its start.
+    """
+    path = config.model.load
+    if path is not None and (not resumed or needs_reference(config)):
+        stop.where = f"loading {path}"
+        with actor.resident():
+            load_model(actor.model, actor.parallel, path / MEGATRON)
+            actor.optimizer.reload_model_params()
+    if critic is not None and config.critic_load is not None and not resumed:
+        stop.where = f"loading {config.critic_load} into the critic"
+        load_start(critic, config.critic_load)
 
 
 def ranks_of(parallel: Parallel) -> Ranks:
@@ -258,8 +329,7 @@ def ranks_of(parallel: Parallel) -> Ranks:
     )
 
 
-def mesh_of(config: Config) -> Mesh:
-    p = config.parallel
+def mesh_of(p: ParallelSection) -> Mesh:
     return Mesh(
         tp=p.tp,
         pp=p.pp,

@@ -21,6 +21,8 @@ from megarl.config.schema import Config
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, InstallError, MegarlError
 from megarl.installed import installed, require_sound
+from megarl.models.frozen import frozen_parameters
+from megarl.models.settings import model_spec
 from megarl.models.spec import FAMILIES, REFUSED
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
@@ -81,10 +83,13 @@ def check(config: Config, job: Job) -> None:
         world_size=job.world_size,
         num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
+        critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
         supported_models=FAMILIES.keys(),
         refused_models=REFUSED,
         packages=installed(),
     )
+    if config.train.frozen:
+        frozen_parameters(config.train.frozen, model_spec(config.model))
 
 
 def _join(job: Job, config: Config) -> None:

@@ -26,7 +26,17 @@ LAYERS = [
     {"ops", "mesh", "hostcomm"},
     {"algos", "models", "data"},
     {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
-    {"loop", "planning", "experience", "sources", "rounds", "curriculum", "stopping", "operators"},
+    {
+        "loop",
+        "planning",
+        "experience",
+        "sources",
+        "rounds",
+        "curriculum",
+        "stopping",
+        "operators",
+        "relayout",
+    },
     {"cli", "train", "serve", "conformance"},
 ]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}

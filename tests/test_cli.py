@@ -147,6 +147,9 @@ def test_check_prints_every_problem_without_a_traceback(megarl: Megarl, config_f
     assert code == 2
     for words in ("2 problems", "a divisor of num_hidden_layers = 2 (1, 2)", "/no, which does not"):
         assert words in err
+    code, _, err = megarl("config", "check", config_file, "train.frozen=[model.embed_token.*]")
+    assert code == 2 and "train.frozen[0]" in err and "model.embed_tokens.weight" in err
+    assert megarl("config", "check", config_file, "train.frozen=[model.embed_tokens.*]")[0] == 0
     code, _, err = megarl("config", "check", "--no-paths", config_file, "data.prompts=/no")
     assert code == 0
 

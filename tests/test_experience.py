@@ -17,7 +17,7 @@ import torch
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
 from megarl.config.policies import ReinforcePolicy
-from megarl.experience import make_plan, split_by_group, trained_samples
+from megarl.experience import make_plan, moving_reference, split_by_group, trained_samples
 from megarl.mesh import Mesh
 from megarl.monitor.metrics import reduce_metrics
 from megarl.types import Coefficients, LossInputs, PackedBatch, Sample
@@ -365,3 +365,14 @@ def test_one_old_log_prob_that_is_nan_spoils_its_own_sequence_at_most(
         assert all(math.isfinite(x) for x in rank.controllers.state().values() if x is not None)
         assert rank.plan.coefficients == ranks[0].plan.coefficients != Coefficients(math.nan)
     assert all(map(math.isfinite, numbers(ranks).values()))
+
+
+@pytest.mark.parametrize(
+    ("every", "moves"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4])]
+)
+def test_the_reference_moves_after_every_so_many_steps(every: int, moves: list[int]) -> None:
+    algo = {"policy": {"name": "gspo"}, "kl": {"coef": 0.1, "reference_every": every}}
+    config = config_of(algo=algo)
+    assert [step for step in range(1, 7) if moving_reference(config, step)] == moves
+    assert moving_reference(config) == bool(every)
+    assert not moving_reference(config_of(algo={"policy": {"name": "gspo"}}), 2)

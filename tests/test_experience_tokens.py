@@ -118,7 +118,9 @@ def test_reinforce_pp_whitens_the_discounted_rewards_of_all_trained_tokens(gamma
 
 
 def test_coefficients_are_of_this_steps_measurements_and_move_afterwards() -> None:
-    """Three training steps; the first one's coefficients are the configuration's."""
+    """Three training steps; the first one's coefficients are the configuration's. A step in which
+    the policy is not trained has coefficients and moves nothing.
+    """
     algo = {
         "policy": {"name": "ppo_clip"},
         "kl": {"type": "k2", "coef": 0.5, "adaptive": {"target": 1.0, "horizon": 1000}},
@@ -132,6 +134,9 @@ def test_coefficients_are_of_this_steps_measurements_and_move_afterwards() -> No
         plan = make_plan(SAMPLES, config, Mesh(), 0)
         for row in plan.steps[0]:
             set_passes(row, numbers, recompute=True)
+        before = controllers.state()
+        complete_plan(plan, SAMPLES, config, controllers, steer=False)
+        assert controllers.state() == before
         complete_plan(plan, SAMPLES, config, controllers)
         kl, e = measured(numbers)
         assert plan.coefficients.kl == pytest.approx(beta, rel=1e-9)

@@ -3,13 +3,19 @@ with a critic in ``trained.py``.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from megarl.actor.export import MegatronWeights
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
+from megarl.actor.names import global_parameters
 from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
+from megarl.actor.residence import WEIGHTS
 from megarl.actor.setup import Parallel
+from megarl.actor.state import load_model, save_model
 from megarl.actor.step import (
     OnLogprobs,
     OnOutput,
@@ -22,6 +28,7 @@ from megarl.actor.trained import TrainedModel, in_training
 from megarl.algos.objective import Objective
 from megarl.config.schema import Config
 from megarl.data.kept_rows import Fault
+from megarl.models.frozen import frozen_parameters
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import ONLY_POLICY, Coefficients, PackedBatch, StepMetrics, TrainPlan
@@ -44,18 +51,38 @@ class MegatronActor(TrainedModel):
         """Fill every row's ``old_logprobs`` and ``old_entropy`` from the current weights, where
         wanted, and ``ref_logprobs`` from those of the reference, where they are not recorded.
         """
-        if self.recompute_old:
-            for rows in plan.steps:
-                self.record(rows, self._of_logprobs(record_old(self.parallel)))
-        if self.reference is None or plan.steps[0][0].ref_logprobs is not None:
-            return
-        with self.reference.loaded([chunk.module for chunk in self.model]):
-            for rows in plan.steps:
-                self.record(rows, self._of_logprobs(record_reference(self.parallel)))
+        with self.resident(WEIGHTS):
+            if self.recompute_old:
+                for rows in plan.steps:
+                    self.record(rows, self._of_logprobs(record_old(self.parallel)))
+            if self.reference is None or plan.steps[0][0].ref_logprobs is not None:
+                return
+            with self.reference.loaded(self._chunks):
+                for rows in plan.steps:
+                    self.record(rows, self._of_logprobs(record_reference(self.parallel)))
 
     def keep_reference(self) -> None:
         """The weights of this moment are the reference policy."""
-        self.reference = HostWeights([chunk.module for chunk in self.model])
+        with self.resident(WEIGHTS):
+            self.reference = HostWeights(self._chunks)
+
+    def save_reference(self, path: Path) -> None:
+        """Its weights as ``state.save_model`` does. Collective; ``path`` is an empty folder."""
+        assert self.reference is not None
+        with self.resident(WEIGHTS), self.reference.loaded(self._chunks):
+            save_model(self.model, self.parallel, path)
+
+    def load_reference(self, path: Path) -> None:
+        """The inverse of ``save_reference``; the policy's own weights stay. Collective."""
+        with self.resident(WEIGHTS):
+            own = HostWeights(self._chunks)
+            load_model(self.model, self.parallel, path)
+            self.reference = HostWeights(self._chunks)
+            own.put(self._chunks)
+
+    @property
+    def _chunks(self) -> list[torch.nn.Module]:
+        return [chunk.module for chunk in self.model]
 
     def train(self, plan: TrainPlan) -> StepMetrics:
         """Every optimizer step of the plan; one without a trained token is left out."""
@@ -88,7 +115,11 @@ def build_actor(
     core = build_model(spec, parallel, dtype, transformer_options(config, spec))
     if config.model.load is None:
         load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel)
-    return MegatronActor(
+    frozen = frozen_parameters(config.train.frozen, spec)
+    for name, parameter in global_parameters(core, parallel):
+        if frozen.is_frozen(name):
+            parameter.requires_grad_(False)
+    actor = MegatronActor(
         parallel=parallel,
         **in_training(core, dtype, config, optimizer_steps),
         spec=spec,
@@ -97,3 +128,6 @@ def build_actor(
         recompute_old=config.algo.old_logprobs == "recompute" and config.run.mode != "sft",
         reference=None,
     )
+    if config.memory.offload == "idle":
+        actor.offload()
+    return actor

@@ -1,10 +1,13 @@
-"""The critic: a value of the state after every token, by a model of the actor's kind and layout.
+"""The critic: a value of the state after every token, by a Megatron model with one output.
 
-It is trained on the returns of the actor's own rows (``algos/value.py``). Entry t of a row's values
-is about the state after token t, which is the state before target t: nothing is shifted.
+It may have a layout, a model and an optimizer of its own; by default all three are as the actor's.
+It is trained on the returns that were computed from its values (``algos/value.py``). Entry t of a
+row's values is about the state after token t, which is the state before target t: nothing is
+shifted.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +17,23 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
 from megarl.actor.options import transformer_options
+from megarl.actor.residence import WEIGHTS
 from megarl.actor.setup import Parallel
+from megarl.actor.state import load_model
 from megarl.actor.step import OnOutput, RowResult, local, loss_scale, whole_row
 from megarl.actor.trained import TrainedModel, in_training
 from megarl.algos.value import value_loss
 from megarl.config.algo import ValueSection
 from megarl.config.schema import Config
 from megarl.data.kept_rows import Fault
-from megarl.models.hf_io import open_checkpoint
+from megarl.errors import DataError
+from megarl.models.hf_io import HfCheckpoint, open_checkpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import PackedBatch, StepMetrics, TrainPlan
 
 HEAD = "output_layer.weight"  # where a policy has its output layer
+_SCORE = "score.weight"  # [1, H], the head of a reward model in Hugging Face files
+_EXTRA = (_SCORE, "lm_head.weight")
 
 
 class ValueHead(torch.nn.Module):
@@ -57,6 +65,7 @@ class ValueHead(torch.nn.Module):
 class MegatronCritic(TrainedModel):
     """Implements ``protocols.Critic``."""
 
+    spec: ModelSpec
     section: ValueSection
 
     area = "critic"
@@ -66,8 +75,9 @@ class MegatronCritic(TrainedModel):
         """Fill every row's ``values`` from the current weights (last stage only), in place of
         recorded ones.
         """
-        for rows in plan.steps:
-            self.record(rows, _record_values(self.parallel))
+        with self.resident(WEIGHTS):
+            for rows in plan.steps:
+                self.record(rows, _record_values(self.parallel))
 
     def train(self, plan: TrainPlan) -> StepMetrics:
         """Every optimizer step of the plan, towards the rows' ``returns``; one without a trained
@@ -121,20 +131,51 @@ def _regression(
 def build_critic(
     config: Config, spec: ModelSpec, parallel: Parallel, optimizer_steps: int
 ) -> MegatronCritic:
-    """Like ``build_actor``, with a value head in place of the output layer. Where ``model.load`` is
-    set, the weights below it are loaded afterwards (``state.load_model``). Collective.
+    """A model of ``spec`` with a value head in place of the output layer, with the weights of
+    ``config.critic_hf`` below it. Where ``config.critic_load`` is set, weights are loaded
+    afterwards (``load_start``). Collective.
     """
     dtype = dtype_of(config.precision)
     untied = replace(spec, tie_embeddings=False, mtp_layers=0)
-    core = build_model(untied, parallel, dtype, transformer_options(config, spec))
-    if core[-1].post_process:
-        core[-1].output_layer = ValueHead(core[-1].config, parallel)
-    if config.model.load is None:
-        load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel, but=HEAD)
-    optim = config.optim.model_copy(update={"lr": config.critic.lr})
-    config = config.model_copy(update={"optim": optim})
-    return MegatronCritic(
+    with parallel.active():
+        core = build_model(untied, parallel, dtype, transformer_options(config, spec))
+        if core[-1].post_process:
+            core[-1].output_layer = ValueHead(core[-1].config, parallel)
+        if config.critic_load is None:
+            checkpoint = open_checkpoint(config.critic_hf)
+            load_hf_weights(core, checkpoint, spec, parallel, but=HEAD, extra=_EXTRA)
+            if core[-1].post_process and _SCORE in checkpoint.names():
+                _copy_score(checkpoint, core[-1].output_layer.weight)
+        own = config.model_copy(update={"optim": config.critic_optim})
+        training = in_training(core, dtype, own, optimizer_steps)
+    critic = MegatronCritic(
         parallel=parallel,
-        **in_training(core, dtype, config, optimizer_steps),
+        **training,
+        spec=spec,
         section=config.algo.value or ValueSection(),
     )
+    if config.memory.offload == "idle":
+        critic.offload()
+    return critic
+
+
+def load_start(critic: MegatronCritic, checkpoint: Path) -> None:
+    """The weights of a checkpoint's critic, or, where it has none, of its policy, which leave the
+    head as it is. Collective.
+    """
+    own, policy = checkpoint / "critic", checkpoint / "megatron"
+    with critic.resident():
+        if own.is_dir():
+            load_model(critic.model, critic.parallel, own)
+        else:
+            load_model(critic.model, critic.parallel, policy, but=HEAD)
+        critic.optimizer.reload_model_params()
+
+
+def _copy_score(checkpoint: HfCheckpoint, weight: torch.nn.Parameter) -> None:
+    shape = checkpoint.shape(_SCORE)
+    if shape != tuple(weight.shape):
+        accepted = f"{list(weight.shape)}: a reward model with one output"
+        raise DataError(f"{checkpoint.folder}: {_SCORE} is {list(shape)}; accepted: {accepted}")
+    with torch.no_grad():
+        weight.copy_(checkpoint.get(_SCORE))

@@ -1,6 +1,6 @@
 """Hugging Face weights -> this rank's shard of the Megatron model."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -20,15 +20,16 @@ def load_hf_weights(
     parallel: Parallel,
     *,
     but: str | None = None,
+    extra: Collection[str] = (),
 ) -> None:
     """Fill every weight of every chunk from ``checkpoint``, ``but`` one, if any; each rank reads
-    only the tensors it holds a part of.
+    only the tensors it holds a part of. ``extra``: tensors that may be there and may be missing.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies.
     """
     mapping = mapping_for(spec, padded_vocab(spec))
-    check_complete(checkpoint, spec)
+    check_complete(checkpoint, spec, extra)
     with torch.no_grad():
         for name, weight in global_weights(model, parallel):
             if name == but:

@@ -19,6 +19,11 @@ def build_optimizer(config: Config, dtype: torch.dtype, models: list[torch.nn.Mo
     """
     settings = OptimizerConfig(**optimizer_options(config, dtype))
     optimizer = get_megatron_optimizer(settings, models)
+    # Where all of a kind (experts, the others) is frozen, upstream makes an optimizer of nothing,
+    # which its saving does not expect.
+    optimizer.chained_optimizers = [
+        part for part in optimizer.chained_optimizers if not part.is_stub_optimizer
+    ]
     if torch.distributed.get_rank() == 0:
         log.info("optimizer: %s", ", ".join(implementations(optimizer)))
     return optimizer

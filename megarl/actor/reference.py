@@ -8,26 +8,26 @@ import torch
 
 class HostWeights:
     """A copy of the parameters and buffers of a model's chunks as they are now. Frozen parameters
-    are left out: they stay what they are.
+    are left out: they stay what they are. (An optimizer's main parameters are no part of it.)
     """
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._copy = [_to_host(t) for t in _tensors(chunks)]
+        with torch.no_grad():
+            self._copy = [_to_host(t) for t in _tensors(chunks)]
 
     @contextmanager
     def loaded(self, chunks: list[torch.nn.Module]) -> Iterator[None]:
         """Inside, the model has these weights; afterwards its own again, bit for bit."""
-        with torch.no_grad():
-            own = [_to_host(t) for t in _tensors(chunks)]
-            self._put(chunks, self._copy)
-            try:
-                yield
-            finally:
-                self._put(chunks, own)
+        own = HostWeights(chunks)
+        self.put(chunks)
+        try:
+            yield
+        finally:
+            own.put(chunks)
 
-    @staticmethod
-    def _put(chunks: list[torch.nn.Module], values: list[torch.Tensor]) -> None:
-        for tensor, value in zip(_tensors(chunks), values, strict=True):
+    def put(self, chunks: list[torch.nn.Module]) -> None:
+        """Give the model these weights."""
+        for tensor, value in zip(_tensors(chunks), self._copy, strict=True):
             tensor.copy_(value, non_blocking=True)
 
 

@@ -7,7 +7,8 @@ alone (``optimizer=False``) are what the converters write and what ``model.load`
 
 import copy
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,19 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.actor.names import unwrap
+from megarl.actor.residence import OPTIMIZER, WEIGHTS
 from megarl.actor.setup import Parallel
 from megarl.actor.trained import TrainedModel
 from megarl.errors import DataError, RunError
+from megarl.hostcomm import gather_and_share
+
+_NO_PARAMETER = "no parameter"  # whose state it is, among states by parameter
 
 
 def save_model(model: Sequence[torch.nn.Module], parallel: Parallel, path: Path) -> None:
     """Model weights only. Collective; ``path`` is an empty folder."""
-    _save({"model": _model_state(model, parallel)}, parallel, path)
+    with parallel.active():
+        _save({"model": _model_state(model, parallel)}, parallel, path)
 
 
 def load_model(
@@ -41,9 +47,10 @@ def load_model(
     """Model weights from any checkpoint of the same model; a parameter ``but`` keeps its values.
     Collective.
     """
-    wanted = _model_state(model, parallel)
-    kept = {chunk: state.pop(but) for chunk, state in wanted.items() if but in state}
-    found = _load({"model": wanted}, parallel, path)["model"]
+    with parallel.active():
+        wanted = _model_state(model, parallel)
+        kept = {chunk: state.pop(but) for chunk, state in wanted.items() if but in state}
+        found = _load({"model": wanted}, parallel, path)["model"]
     for chunk, tensor in kept.items():
         found[chunk][but] = tensor.data
     _fill(model, found)
@@ -51,16 +58,24 @@ def load_model(
 
 def save_trained(trained: TrainedModel, path: Path) -> None:
     """Model, optimizer and learning-rate schedule. Collective."""
-    _create_moments(trained.optimizer)  # of a run whose optimizer steps were all left out so far
-    _save(_trained_state(trained, loading=False), trained.parallel, path)
+    with trained.resident(WEIGHTS, OPTIMIZER), trained.parallel.active():
+        _create_moments(trained.optimizer)  # of a run whose steps were all left out so far
+        with _counted(trained) as steps:
+            state = {**_trained_state(trained, loading=False), "steps": steps}
+            _save(state, trained.parallel, path)
 
 
 def load_trained(trained: TrainedModel, path: Path) -> None:
     """The inverse of ``save_trained``, also into another layout. Collective."""
-    _create_moments(trained.optimizer)
-    state = _load(_trained_state(trained, loading=True), trained.parallel, path)
-    _fill(trained.model, state["model"])
-    trained.optimizer.load_state_dict(_regroup(state["optimizer"], trained.optimizer))
+    with trained.resident(), trained.parallel.active():
+        _create_moments(trained.optimizer)
+        with _counted(trained):
+            state = _load(_trained_state(trained, loading=True), trained.parallel, path)
+        _fill(trained.model, state["model"])
+        steps = state.get("steps")  # older checkpoints have it in the optimizer's state alone
+        trained.optimizer.load_state_dict(_regroup(state["optimizer"], trained.optimizer, steps))
+        if steps is not None:
+            _count(trained.optimizer, steps)
     trained.schedule.load_state_dict(state["schedule"])
 
 
@@ -68,6 +83,12 @@ def parameter_bytes(trained: TrainedModel) -> int:
     """Upper bound of this rank's share of a checkpoint: weights, fp32 main copy and two moments."""
     parameters = (p for chunk in trained.model for p in chunk.parameters())
     return sum(p.numel() * (p.element_size() + 12) for p in parameters)
+
+
+def weight_bytes(trained: TrainedModel) -> int:
+    """Of this rank's weights alone."""
+    parameters = (p for chunk in trained.model for p in chunk.parameters())
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def _metadata(parallel: Parallel) -> dict[str, Any]:
@@ -131,10 +152,7 @@ def _create_moments(optimizer: Any) -> None:
     """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading
     expects them, also in the file, but creates them itself only for the fused optimizers of TE and
     apex."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = part.optimizer
-        if not isinstance(inner, torch.optim.AdamW | torch.optim.Adam):
-            continue
+    for inner in _torch_optimizers(optimizer):
         for group in inner.param_groups:
             for p in group["params"]:
                 if not inner.state[p]:
@@ -145,7 +163,40 @@ def _create_moments(optimizer: Any) -> None:
                     }
 
 
-def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+@contextmanager
+def _counted(trained: TrainedModel) -> Iterator[float]:
+    """The steps that torch optimizers have taken, on any rank. Inside, upstream finds them also
+    where all of a rank's parameters are frozen: it asks the state of a parameter, of which there is
+    none, and what it saves is what rank 0 says. Collective.
+    """
+    inner = _torch_optimizers(trained.optimizer)
+    here = [float(entry["step"]) for one in inner for entry in one.state.values()]
+    steps = float(max(gather_and_share(max(here, default=0.0), trained.parallel.host)))
+    without = [one for one in inner if not one.state]
+    sharded = trained.sharded_optimizer
+    for one in without if sharded else ():
+        one.state[_NO_PARAMETER] = {"step": torch.tensor(steps)}  # type: ignore[index]
+    try:
+        yield steps
+    finally:
+        for one in without if sharded else ():
+            one.state.pop(_NO_PARAMETER, None)  # type: ignore[call-overload]
+
+
+def _count(optimizer: Any, steps: float) -> None:
+    for one in _torch_optimizers(optimizer):
+        for entry in one.state.values():
+            entry["step"].fill_(steps)
+
+
+def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Those that count steps by parameter (TE's and apex's count by group)."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    kinds = torch.optim.AdamW | torch.optim.Adam
+    return [part.optimizer for part in parts if isinstance(part.optimizer, kinds)]
+
+
+def _regroup(state: dict[Any, Any], optimizer: Any, steps: float | None) -> dict[Any, Any]:
     """Parameter groups from a layout with one optimizer into one with two (experts apart), and
     back.
 
@@ -170,7 +221,9 @@ def _regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
             "optimizer", part
         )  # the distributed optimizer nests, the plain one does not
         moments = part.get("state", {})
-        if "common_step" not in moments:  # which upstream leaves out where it is 0
+        if steps and "state" in part:  # rank 0 left it out if it has nothing to train
+            moments.setdefault("common_step", torch.tensor(steps))
+        elif "common_step" not in moments:  # which upstream leaves out where it is 0
             for entry in filter(None, moments.values()):
                 entry["step"] = torch.tensor(0.0)
         saved = part["param_groups"]

@@ -3,7 +3,8 @@ learning-rate schedule, and the rule for numbers that are not finite.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.options import ddp_options, freeze_routers
+from megarl.actor.residence import PARTS, Evicted, evict
 from megarl.actor.setup import Parallel
 from megarl.actor.step import OnOutput, run_schedule, samples_at
 from megarl.config.schema import Config
@@ -41,15 +43,45 @@ class TrainedModel:
     schedule: Any
     on_nonfinite: str
     keep_in: Path  # where rows with numbers that are not finite are kept
+    away: dict[str, Evicted]  # what lies in host memory, by part
 
     area: ClassVar[str]  # of its metrics
     whose: ClassVar[str]  # in messages
+
+    def offload(self, *parts: str) -> None:
+        """``parts`` to host memory, by default all; their device memory is free for others."""
+        for part in parts or PARTS:
+            if part not in self.away:
+                self.away[part] = evict(part, self.model, self.optimizer, self.parallel.device)
+        if self.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, *parts: str) -> None:
+        """``parts`` back to the device, bit for bit (gradients as zeros); by default all."""
+        for part in parts or PARTS:
+            if part in self.away:
+                self.away.pop(part).restore()
+
+    @property
+    def sharded_optimizer(self) -> bool:
+        return bool(self.model[0].ddp_config.use_distributed_optimizer)
+
+    @contextmanager
+    def resident(self, *parts: str) -> Iterator[None]:
+        """Inside, ``parts`` are on the device (by default all); afterwards as before."""
+        moved = [part for part in parts or PARTS if part in self.away]
+        self.onload(*parts)
+        try:
+            yield
+        finally:
+            if moved:
+                self.offload(*moved)
 
     def record(self, rows: list[PackedBatch], finish: OnOutput) -> None:
         """Forward passes alone; ``finish`` keeps what is wanted of them."""
         for chunk in self.model:
             chunk.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.parallel.active():
             run_schedule(self.model, rows, self.parallel, forward_only=True, finish=finish)
 
     def gradients(self, rows: list[PackedBatch], loss: OnOutput) -> tuple[StepMetrics, list[Fault]]:
@@ -61,7 +93,8 @@ class TrainedModel:
             chunk.zero_grad_buffer()
         forget_routed(self.model)
         self.optimizer.zero_grad()
-        found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
+        with self.parallel.active():
+            found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
         return (
             [metric for result in found for metric in result.metrics],
             [
@@ -74,14 +107,16 @@ class TrainedModel:
     def take_steps(self, plan: TrainPlan, forward_backward: ForwardBackward) -> StepMetrics:
         """Every optimizer step of the plan; one without a trained token is left out."""
         metrics: StepMetrics = []
-        for index, (rows, tokens) in enumerate(zip(plan.steps, plan.trained_tokens, strict=True)):
-            skipped = True
-            if tokens:
-                found, faults = forward_backward(rows, tokens)
-                metrics += found
-                skipped = self._must_skip(plan, index, faults)
-            metrics += self.update(skip=skipped)
-        self.gather_parameters()
+        with self.resident():
+            steps = zip(plan.steps, plan.trained_tokens, strict=True)
+            for index, (rows, tokens) in enumerate(steps):
+                skipped = True
+                if tokens:
+                    found, faults = forward_backward(rows, tokens)
+                    metrics += found
+                    skipped = self._must_skip(plan, index, faults)
+                metrics += self.update(skip=skipped)
+            self.gather_parameters()
         return metrics
 
     def update(self, *, skip: bool = False) -> StepMetrics:
@@ -90,7 +125,8 @@ class TrainedModel:
         lr = float(self.schedule.get_lr(self.optimizer.param_groups[0]))
         metrics = [Metric(f"{self.area}/skipped", Sum(float(skip and self.parallel.rank == 0)))]
         if not skip:
-            ok, grad_norm, _ = self.optimizer.step()
+            with self.parallel.active():
+                ok, grad_norm, _ = self.optimizer.step()
             assert ok, "gradients are finite: checked before"
             rate = get_model_config(self.model[0]).moe_router_bias_update_rate
             move_expert_bias(self.model, rate, self.parallel.stage)
@@ -185,4 +221,5 @@ def in_training(
         "schedule": schedule,
         "on_nonfinite": config.train.on_nonfinite,
         "keep_in": RunDir(config.run.dir).nonfinite,
+        "away": {},
     }

@@ -5,6 +5,7 @@ complete.
 
     checkpoints/step_40/megatron/    the policy: weights and optimizer, distributed (actor/state.py)
                        critic/       the critic, if there is one: likewise
+                       reference/    the reference policy's weights, where they may have moved
                        loop.json     everything else: step, weights version, prompt cursor
                        model.json    the model's dimensions
                        hf/           config and tokenizer files of the model
@@ -16,7 +17,7 @@ replaced by the next.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from megarl.models.hf_io import COPIED
 from megarl.rundir import write_json
 
 _NAME = re.compile(r"step_(\d+)")
-MEGATRON, CRITIC, LOOP, MODEL, HF = "megatron", "critic", "loop.json", "model.json", "hf"
+MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
+WriteParts = dict[str, Callable[[Path], None]]  # by folder; each writes on all ranks
+LOOP, MODEL, HF = "loop.json", "model.json", "hf"
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class CheckpointManager:
         loop_state: dict[str, Any],
         model: dict[str, Any],
         hf_files: Path,
-        write_parts: Mapping[str, Callable[[Path], None]],
+        write_parts: WriteParts,
         num_bytes: int,
     ) -> Path:
         """Publish checkpoint ``step``. ``write_parts[name](folder)`` writes the distributed part

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megarl.config.policies import Policy
-from megarl.config.section import Above0, Interval, Positive, Section
+from megarl.config.section import Above0, Interval, NonNegative, Positive, Section
 
 # ---- advantages
 
@@ -179,7 +179,7 @@ class AdaptiveKl(Section):
 
 
 class KlSection(Section):
-    """Divergence from the reference policy, which is the model the run started from."""
+    """Divergence from the reference policy: the model the run started from, or of a later step."""
 
     type: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator; k3+ has k3's value and k2's gradient. docs/objectives.md says which gradients are
@@ -198,6 +198,10 @@ class KlSection(Section):
     """
     adaptive: AdaptiveKl | None = None
     """Steer ``coef`` (its first value) to a target."""
+    reference_every: NonNegative = 0
+    """After every so many training steps the policy of that moment becomes the reference; it is
+    saved in checkpoints. 0: the reference stays the model the run started from.
+    """
 
     @property
     def weight(self) -> Literal["old", "self", "none"]:

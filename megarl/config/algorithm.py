@@ -124,8 +124,6 @@ def _critic(config: Config) -> Iterator[Problem]:
     if needs_values and config.run.mode == "rl" and lr is None:
         accepted = "a learning rate: algo.advantage.name=gae takes its values from a critic"
         yield Problem("critic.lr", "nothing", accepted)
-    gae = "algo.advantage.name=gae"
-    yield from _without(lr is not None and not needs_values, "critic.lr", lr, gae)
     yield from _without(value is not None and lr is None, "algo.value", "a section", "critic.lr")
 
 
@@ -138,6 +136,9 @@ def _kl(config: Config) -> Iterator[Problem]:
         if kl.adaptive.horizon <= samples:
             accepted = f"more than the {samples} samples of a step"
             yield Problem("algo.kl.adaptive.horizon", f"{kl.adaptive.horizon:g}", accepted)
+    if config.run.steps <= kl.reference_every:
+        found = f"{kl.reference_every}, which has no effect (run.steps={config.run.steps})"
+        yield Problem("algo.kl.reference_every", found, "less than run.steps, or leave it out")
     if kl.coef == 0:
         accepted = "a number > 0, or no algo.kl: the reference policy costs a forward pass"
         yield Problem("algo.kl.coef", "0", accepted)

@@ -17,11 +17,10 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def file_problems(config: Config) -> Iterator[Problem]:
     yield from _run_dir(config.run.dir, config.run.resume)
     yield from _hf_folder(config)
-    if config.model.load is not None:
-        accepted = "the folder of a checkpoint, with megatron/ in it"
-        yield from _folder("model.load", config.model.load, accepted)
-        if config.model.load.is_dir() and not (config.model.load / "megatron").is_dir():
-            yield Problem("model.load", f"{config.model.load} without megatron/", accepted)
+    yield from _checkpoint("model.load", config.model.load, "megatron")
+    if config.critic.lr is not None:
+        yield from _checkpoint("critic.load", config.critic.load, "megatron", "critic")
+        yield from _critic_folder(config)
     if config.run.mode == "rl":
         yield from _jsonl("data.prompts", config.data.prompts)
         yield from _jsonl("data.heldout", config.data.heldout)
@@ -78,6 +77,33 @@ def _hf_folder(config: Config) -> Iterator[Problem]:
             else ("weights there, or model.load")
         )
         yield Problem("model.hf", f"{folder} without *.safetensors", accepted)
+
+
+def _critic_folder(config: Config) -> Iterator[Problem]:
+    folder = config.critic.hf
+    if folder is None:
+        return
+    accepted = "a local Hugging Face folder (nothing is downloaded)"
+    yield from _folder("critic.hf", folder, accepted)
+    if not folder.is_dir():
+        return
+    if read_hf_config(folder) is None:
+        yield Problem("critic.hf", f"{folder} without a config.json that is an object", accepted)
+    if config.critic.load is None and not any(folder.glob("*.safetensors")):
+        yield Problem(
+            "critic.hf", f"{folder} without *.safetensors", "weights there, or critic.load"
+        )
+
+
+def _checkpoint(key: str, path: Path | None, *parts: str) -> Iterator[Problem]:
+    """A checkpoint that has one of ``parts``."""
+    if path is None:
+        return
+    wanted = " or ".join(f"{part}/" for part in parts)
+    accepted = f"the folder of a checkpoint, with {wanted} in it"
+    yield from _folder(key, path, accepted)
+    if path.is_dir() and not any((path / part).is_dir() for part in parts):
+        yield Problem(key, f"{path} without {wanted}", accepted)
 
 
 def _server_files(config: Config) -> Iterator[Problem]:

@@ -68,92 +68,145 @@ def _has_dense_layers(hf: Mapping[str, Any], experts: int) -> bool:
 
 
 def layout_problems(
-    config: Config, world_size: int | None, hf: Mapping[str, Any] | None
+    config: Config,
+    world_size: int | None,
+    hf: Mapping[str, Any] | None,
+    critic_hf: Mapping[str, Any] | None = None,
 ) -> Iterator[Problem]:
+    """Of the policy, then of a critic that has a layout or a model of its own. ``critic_hf``: the
+    config.json of ``critic.hf``, None: not checked.
+    """
+    actor = _Subject("", config.parallel, config.train.row_tokens)
+    found = list(_problems(actor, world_size, hf))
+    yield from found
+    there = config.critic.lr is not None and config.algo.needs_values
+    if not there or not (config.critic.parallel or config.critic.hf):
+        return
     p = config.parallel
+    ranks = p.tp * p.pp * p.cp * p.dp
+    where = "critic." if config.critic.parallel else ""
+    other_model = config.critic.hf is not None
+    critic = _Subject(where, config.critic_parallel, config.train.row_tokens, other_model)
+    of_critic = list(_problems(critic, ranks, critic_hf if config.critic.hf else hf))
+    yield from (problem for problem in of_critic if problem not in found)
+    if hf and critic_hf and (hf.get("vocab_size") or 0) > (critic_hf.get("vocab_size") or 0):
+        tokens = f"a model of {critic_hf.get('vocab_size')} tokens"
+        yield Problem("critic.hf", tokens, f"one with the {hf['vocab_size']} tokens of model.hf")
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model's layout; ``prefix`` of its keys."""
+
+    prefix: str
+    parallel: ParallelSection
+    row_tokens: int
+    other_model: bool = False  # that of critic.hf
+
+    def key(self, axis: str = "") -> str:
+        return f"{self.prefix}parallel" + (f".{axis}" if axis else "")
+
+    @property
+    def hf_key(self) -> str:
+        return "critic.hf" if self.other_model else "model.hf"
+
+
+def _problems(
+    subject: _Subject, world_size: int | None, hf: Mapping[str, Any] | None
+) -> Iterator[Problem]:
+    p = subject.parallel
     size = p.tp * p.pp * p.cp * p.dp
     if world_size is not None and size != world_size:
         found = f"tp {p.tp} * pp {p.pp} * cp {p.cp} * dp {p.dp} = {size}"
-        yield Problem("parallel", found, f"a product equal to the number of ranks, {world_size}")
+        yield Problem(subject.key(), found, f"a product equal to the number of ranks, {world_size}")
     if p.vpp > 1 and p.pp == 1:
-        accepted = "1, or parallel.pp > 1: the schedule interleaves the chunks of several stages"
-        yield Problem("parallel.vpp", str(p.vpp), accepted)
+        interleaved = "the schedule interleaves the chunks of several stages"
+        yield Problem(
+            subject.key("vpp"), str(p.vpp), f"1, or {subject.key('pp')} > 1: {interleaved}"
+        )
     if p.pp == 1:
-        for key, n in _named_stages(p).items():
-            yield Problem(key, str(n), "null, or parallel.pp > 1: one stage holds every layer")
+        for axis, n in _named_stages(p).items():
+            accepted = f"null, or {subject.key('pp')} > 1: one stage holds every layer"
+            yield Problem(subject.key(axis), str(n), accepted)
     multiple = p.tp * (2 * p.cp if p.cp > 1 else 1)
-    if config.train.row_tokens % multiple:
+    if subject.row_tokens % multiple:
         shares = f"tp {p.tp}" if p.cp == 1 else f"2 * cp {p.cp} * tp {p.tp}"
-        accepted = f"a multiple of {multiple} ({shares})"
-        yield Problem("train.row_tokens", str(config.train.row_tokens), accepted)
+        of = " of critic.parallel" if subject.prefix else ""
+        accepted = f"a multiple of {multiple} ({shares}{of})"
+        yield Problem("train.row_tokens", str(subject.row_tokens), accepted)
     if hf is not None:
         missing = [name for name in _NEEDED if not hf.get(name)]
         if missing:
             found = f"a config.json without {', '.join(missing)}"
-            yield Problem("model.hf", found, "a causal language model's config.json")
+            yield Problem(subject.hf_key, found, "a causal language model's config.json")
         else:
-            yield from _divisions(config, Dims.of(hf))
-    yield from _expert_grid(config, None if hf is None else Dims.of(hf).experts)
+            yield from _divisions(subject, Dims.of(hf))
+    yield from _expert_grid(subject, None if hf is None else Dims.of(hf).experts)
 
 
-def _divisions(config: Config, dims: Dims) -> Iterator[Problem]:
-    p = config.parallel
+def _divisions(subject: _Subject, dims: Dims) -> Iterator[Problem]:
+    p = subject.parallel
     etp = p.etp or p.tp
-    etp_key = "parallel.etp" if p.etp else "parallel.tp"
-    for key, degree, name, total in (
-        ("parallel.tp", p.tp, "num_attention_heads", dims.heads),
-        ("parallel.tp", p.tp, "num_key_value_heads", dims.kv_heads),
-        ("parallel.tp", p.tp, "intermediate_size", dims.dense_ffn),
-        ("parallel.tp", p.tp, "the shared experts' intermediate size", dims.shared_ffn),
-        (etp_key, etp, "moe_intermediate_size", dims.moe_ffn),
-        ("parallel.ep", p.ep, "the number of experts", dims.experts),
+    whose = " of critic.hf" if subject.other_model else ""
+    for axis, degree, name, total in (
+        ("tp", p.tp, "num_attention_heads", dims.heads),
+        ("tp", p.tp, "num_key_value_heads", dims.kv_heads),
+        ("tp", p.tp, "intermediate_size", dims.dense_ffn),
+        ("tp", p.tp, "the shared experts' intermediate size", dims.shared_ffn),
+        ("etp" if p.etp else "tp", etp, "moe_intermediate_size", dims.moe_ffn),
+        ("ep", p.ep, "the number of experts", dims.experts),
     ):
         if total % degree:
-            yield Problem(key, str(degree), f"a divisor of {name} = {total} ({_divisors(total)})")
+            accepted = f"a divisor of {name} = {total}{whose} ({_divisors(total)})"
+            yield Problem(subject.key(axis), str(degree), accepted)
     if dims.whole_experts and etp > 1:
         found = str(p.etp) if p.etp else f"{etp}, which is tp by default"
-        yield Problem("parallel.etp", found, "1: Megatron does not split experts with biases")
+        accepted = "1: Megatron does not split experts with biases"
+        yield Problem(subject.key("etp"), found, accepted)
     if p.pp > 1:
-        yield from _stages(p, dims.layers)
+        yield from _stages(subject, dims.layers, whose)
 
 
 def _named_stages(p: ParallelSection) -> dict[str, int]:
-    given = {"parallel.first_layers": p.first_layers, "parallel.last_layers": p.last_layers}
-    return {key: n for key, n in given.items() if n is not None}
+    given = {"first_layers": p.first_layers, "last_layers": p.last_layers}
+    return {axis: n for axis, n in given.items() if n is not None}
 
 
-def _stages(p: ParallelSection, layers: int) -> Iterator[Problem]:
+def _stages(subject: _Subject, layers: int, whose: str) -> Iterator[Problem]:
     """One problem at a time: of stages of unequal size, vpp is not what is wrong."""
-    given = _named_stages(p)
+    p = subject.parallel
+    given = {subject.key(axis): n for axis, n in _named_stages(p).items()}
     left, stages = layers - sum(given.values()), p.pp - len(given)
     if not given and layers % p.pp:
-        accepted = f"a divisor of num_hidden_layers = {layers} ({_divisors(layers)}), "
-        yield Problem("parallel.pp", str(p.pp), accepted + "or first_layers and last_layers set")
+        accepted = f"a divisor of num_hidden_layers = {layers}{whose} ({_divisors(layers)}), "
+        accepted += "or first_layers and last_layers set"
+        yield Problem(subject.key("pp"), str(p.pp), accepted)
     elif left < stages or (left % stages if stages else left):
-        found = ", ".join(f"{n} of num_hidden_layers = {layers}" for n in given.values())
+        found = ", ".join(f"{n} of num_hidden_layers = {layers}{whose}" for n in given.values())
         rest = f"for pp {p.pp} - {len(given)} = {stages} other stages, found {left} left"
         accepted = f"a multiple of {stages} layers left {rest}" if stages else "all of them"
         yield Problem(" and ".join(given), found, accepted)
     else:
-        sizes = {**given, f"num_hidden_layers / pp {p.pp}": left // stages if stages else 0}
+        equal = left // stages if stages else 0
+        sizes = {**given, f"num_hidden_layers / pp {p.pp}{whose}": equal}
         for name, size in sizes.items():
             if size % p.vpp:
                 accepted = f"a divisor of {name} = {size} ({_divisors(size)})"
-                yield Problem("parallel.vpp", str(p.vpp), accepted)
+                yield Problem(subject.key("vpp"), str(p.vpp), accepted)
 
 
-def _expert_grid(config: Config, experts: int | None) -> Iterator[Problem]:
-    p = config.parallel
+def _expert_grid(subject: _Subject, experts: int | None) -> Iterator[Problem]:
+    p = subject.parallel
     if experts == 0:
         if p.ep > 1:
-            yield Problem("parallel.ep", str(p.ep), "1: the model has no experts")
+            yield Problem(subject.key("ep"), str(p.ep), "1: the model has no experts")
         return
     stage, etp = p.tp * p.cp * p.dp, p.etp or p.tp
     if stage % (p.ep * etp):
         default = "" if p.etp else " (etp is tp by default)"
         found = f"ep {p.ep} * etp {etp} = {p.ep * etp}{default}"
         accepted = f"a product that divides tp {p.tp} * cp {p.cp} * dp {p.dp} = {stage}"
-        yield Problem("parallel.ep", found, accepted)
+        yield Problem(subject.key("ep"), found, accepted)
 
 
 def _divisors(n: int) -> str:

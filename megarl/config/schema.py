@@ -121,11 +121,45 @@ class OptimSection(Section):
     cpu_offload: CpuOffloadSection | None = None
 
 
+class CriticOptimSection(Section):
+    """What is null is as ``optim`` has it."""
+
+    betas: tuple[float, float] | None = None
+    eps: Above0 | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    clip_grad: Annotated[float, Field(ge=0)] | None = None
+    """Of the critic's own gradient norm."""
+    warmup_steps: NonNegative | None = None
+    """The critic's optimizer steps are those of the whole run, ``critic.warmup_steps`` included."""
+    decay_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    distributed: bool | None = None
+
+
 class CriticSection(Section):
     lr: Above0 | None = None
-    """Learning rate of a value model for ``algo.advantage.name: gae``; the other settings of its
-    optimizer are those of ``optim``. It starts as the policy's weights with a head of zeros, and
-    its values replace recorded ones. null: no such model; train_only then needs recorded values.
+    """Learning rate of a value model for ``algo.advantage.name: gae``. It starts as the policy does
+    unless ``hf`` or ``load`` are set, with a head of zeros, and its values replace recorded ones.
+    null: no such model; train_only then needs recorded values.
+    """
+    optim: CriticOptimSection = CriticOptimSection()
+    """The other settings of its optimizer, where they are not those of ``optim``."""
+    hf: Path | None = None
+    """Hugging Face folder of another model with the same tokens: its dimensions and, unless
+    ``critic.load`` is set, its weights. Where it holds ``score.weight``, as a reward model with one
+    output does, that is the head; an output layer is not read. null: ``model.hf``.
+    """
+    load: Path | None = None
+    """Checkpoint to start from: its critic with its head, or, where it has none, its policy below a
+    head of zeros.
+    """
+    warmup_steps: NonNegative = 0
+    """Training steps at the start of the run in which the critic alone is trained: the policy,
+    its learning-rate schedule and the controllers of ``algo`` stay where they are.
+    """
+    parallel: ParallelSection | None = None
+    """A layout of its own on the same ranks (the same product of tp, pp, cp and dp); null: that of
+    ``parallel``.
     """
 
 
@@ -233,6 +267,14 @@ class TrainSection(Section):
     """Weight gradients are added to the accumulated ones by the matrix product itself: apex's
     kernel fused_weight_gradient_mlp_cuda. auto: where it is installed.
     """
+    frozen: tuple[str, ...] = ()
+    """Parameters of the policy that are not trained: patterns with ``*``, ``?`` and ``[...]`` on
+    whole names, Megatron's or Hugging Face's, e.g. ``model.embed_tokens.weight``,
+    ``*.mlp.gate.weight`` (routers and their biases), ``model.layers.[0-3].*``. They have no
+    gradient and no optimizer state; they are exported and saved all the same. A pattern that
+    matches nothing is an error, and so are some of what Megatron holds as one: q, k and v, gate
+    and up, and the experts of a layer.
+    """
     on_nonfinite: Literal["skip", "drop", "raise"] = "skip"
     """A NaN or infinity among a trained token's numbers, or in the gradient norm. skip: no
     optimizer step, said in the log and counted. drop: the token (for sequence objectives the
@@ -252,6 +294,15 @@ class CheckpointSection(Section):
     """Steps between checkpoints; one is always written at the end. 0: only there."""
     keep: Positive = 2
     """Newest checkpoints kept; older ones are removed only after a newer one is complete."""
+
+
+class MemorySection(Section):
+    offload: Literal["none", "idle"] = "none"
+    """idle: weights, optimizer state and gradient buffers of the policy and of a critic lie in host
+    memory (pinned, where there are GPUs) whenever that model is not computing, so that rollout
+    servers can share the GPUs. At most one of the two is on the device at a time. What is computed
+    stays the same to the last bit; every phase moves what it needs in and out.
+    """
 
 
 class MonitorSection(Section):
@@ -279,4 +330,37 @@ class Config(Section):
     moe: MoeSection = MoeSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    memory: MemorySection = MemorySection()
     monitor: MonitorSection = MonitorSection()
+
+    @property
+    def critic_optim(self) -> OptimSection:
+        """The critic's optimizer, all of it. There is a critic."""
+        assert self.critic.lr is not None
+        own = self.critic.optim
+        settings = {
+            "betas": own.betas,
+            "eps": own.eps,
+            "weight_decay": own.weight_decay,
+            "clip_grad": own.clip_grad,
+            "warmup_steps": own.warmup_steps,
+            "decay_fraction": own.decay_fraction,
+            "min_lr_ratio": own.min_lr_ratio,
+            "distributed": own.distributed,
+        }
+        given = {name: value for name, value in settings.items() if value is not None}
+        return self.optim.model_copy(update={**given, "lr": self.critic.lr})
+
+    @property
+    def critic_hf(self) -> Path:
+        """The folder that says what model the critic is."""
+        return self.critic.hf or self.model.hf
+
+    @property
+    def critic_load(self) -> Path | None:
+        """The checkpoint that the critic starts from, if any."""
+        return self.critic.load or (None if self.critic.hf else self.model.load)
+
+    @property
+    def critic_parallel(self) -> ParallelSection:
+        return self.critic.parallel or self.parallel

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megarl.config.layout import Dims
-from megarl.config.schema import Config
+from megarl.config.schema import Config, OptimSection
 from megarl.errors import Problem
 
 
@@ -17,26 +17,41 @@ def training_problems(config: Config, dims: Dims | None) -> Iterator[Problem]:
 
 
 def optimizer_steps(config: Config) -> int:
-    """Optimizer steps of the whole run: the clock of the schedules."""
+    """The policy's optimizer steps of the whole run: its learning-rate schedule's clock."""
+    return (config.run.steps - config.critic.warmup_steps) * config.algo.minibatches
+
+
+def critic_optimizer_steps(config: Config) -> int:
+    """The critic's, likewise."""
     return config.run.steps * config.algo.minibatches
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
-    optim, total = config.optim, optimizer_steps(config)
-    for i, beta in enumerate(optim.betas):
-        if not 0 <= beta < 1:
-            yield Problem(f"optim.betas[{i}]", str(beta), "a number >= 0 and < 1")
-    decay = round(optim.decay_fraction * total) if optim.schedule.lr == "wsd" else 0
-    if optim.warmup_steps >= total or optim.warmup_steps + decay > total:
-        falling = f", the last {decay} of which fall (optim.decay_fraction)" if decay else ""
-        accepted = f"less than the run's {total} optimizer steps{falling}"
-        yield Problem("optim.warmup_steps", str(optim.warmup_steps), accepted)
-    schedule, key = optim.schedule, "optim.schedule.end_weight_decay"
+    warmup, steps = config.critic.warmup_steps, config.run.steps
+    if warmup >= steps:
+        yield Problem("critic.warmup_steps", str(warmup), f"less than run.steps = {steps}")
+        return
+    yield from _schedule_of("optim", config.optim, optimizer_steps(config))
+    if config.critic.lr is not None and config.critic.optim.model_fields_set:
+        total = critic_optimizer_steps(config)
+        yield from _schedule_of("critic.optim", config.critic_optim, total)
+    schedule, key = config.optim.schedule, "optim.schedule.end_weight_decay"
     if schedule.weight_decay != "constant":
         end = schedule.end_weight_decay
-        if end is None or end < optim.weight_decay:
-            accepted = f"a number >= optim.weight_decay = {optim.weight_decay:g}"
+        if end is None or end < config.optim.weight_decay:
+            accepted = f"a number >= optim.weight_decay = {config.optim.weight_decay:g}"
             yield Problem(key, "nothing" if end is None else f"{end:g}", accepted)
+
+
+def _schedule_of(key: str, optim: OptimSection, total: int) -> Iterator[Problem]:
+    for i, beta in enumerate(optim.betas):
+        if not 0 <= beta < 1:
+            yield Problem(f"{key}.betas[{i}]", str(beta), "a number >= 0 and < 1")
+    decay = round(optim.decay_fraction * total) if optim.schedule.lr == "wsd" else 0
+    if optim.warmup_steps >= total or optim.warmup_steps + decay > total:
+        falling = f", the last {decay} of which fall ({key}.decay_fraction)" if decay else ""
+        accepted = f"less than the run's {total} optimizer steps{falling}"
+        yield Problem(f"{key}.warmup_steps", str(optim.warmup_steps), accepted)
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

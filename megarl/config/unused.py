@@ -39,6 +39,10 @@ def _managed(engine: str) -> Callable[[Config, int | None], bool]:
     return lambda c, _: c.run.mode == "rl" and not c.rollout.urls and c.rollout.engine == engine
 
 
+def _wsd(config: Config) -> bool:
+    return config.optim.schedule.lr == "wsd"
+
+
 RULES = (
     Rule(
         lambda c, _: c.run.mode == "rl",
@@ -124,17 +128,36 @@ RULES = (
         "leave it out, or set eval.every",
     ),
     Rule(
+        lambda c, _: not c.algo.needs_values,
+        ("critic.*",),
+        "only algo.advantage.name=gae has a use for values",
+        "leave it out, or set algo.advantage.name=gae",
+    ),
+    Rule(
+        lambda c, _: c.critic.lr is None,
+        ("critic.*",),
+        "critic.lr=null: there is no critic",
+        "leave it out, or set critic.lr",
+        but=("critic.lr",),
+    ),
+    Rule(
         lambda c, _: c.optim.schedule.lr != "wsd",
-        ("optim.decay_fraction", "optim.schedule.wsd_decay"),
+        ("optim.decay_fraction", "critic.optim.decay_fraction", "optim.schedule.wsd_decay"),
         "it is of optim.schedule.lr=wsd",
     ),
     Rule(
         lambda c, _: c.optim.schedule.lr == "constant",
-        ("optim.min_lr_ratio",),
+        ("optim.min_lr_ratio", "critic.optim.min_lr_ratio"),
         "optim.schedule.lr=constant: the learning rate does not fall",
     ),
     Rule(
-        lambda c, _: c.optim.schedule.lr == "wsd" and c.optim.decay_fraction == 0,
+        lambda c, _: _wsd(c) and c.critic.lr is not None and c.critic_optim.decay_fraction == 0,
+        ("critic.optim.min_lr_ratio",),
+        "the critic's learning rate does not fall",
+        "leave it out, or set critic.optim.decay_fraction",
+    ),
+    Rule(
+        lambda c, _: _wsd(c) and c.optim.decay_fraction == 0 and not c.critic.optim.decay_fraction,
         ("optim.min_lr_ratio", "optim.schedule.wsd_decay"),
         "optim.decay_fraction=0: the learning rate does not fall",
         "leave it out, or set optim.decay_fraction",
@@ -185,6 +208,11 @@ RULES = (
     Rule(
         lambda _, experts: experts == 0,
         ("parallel.etp", "moe.*", "overlap.moe_shared_expert"),
+        "the model has no experts",
+    ),
+    Rule(
+        lambda c, experts: experts == 0 and c.critic.hf is None,
+        ("critic.parallel.etp",),
         "the model has no experts",
     ),
     Rule(

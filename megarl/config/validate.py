@@ -7,6 +7,7 @@ packages), ``unused.py`` (no effect), and here batches, modes, servers and devic
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ from megarl.config.files import file_problems
 from megarl.config.hardware import hardware_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
-from megarl.config.schema import Config
+from megarl.config.schema import Config, ParallelSection
 from megarl.config.training import training_problems
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
@@ -33,6 +34,7 @@ def validate(
     world_size: int | None,
     num_gpus: int,
     hf_config: Mapping[str, Any] | None,
+    critic_hf_config: Mapping[str, Any] | None = None,
     supported_models: Collection[str] | None = None,
     refused_models: Mapping[str, str] | None = None,
     check_paths: bool = True,
@@ -41,16 +43,19 @@ def validate(
     """Raise ConfigError with everything that is wrong; return None if nothing is.
 
     ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
-    ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked.
+    ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked;
+    ``critic_hf_config``: that of ``critic.hf``.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
     ``refused_models``: others that are known, and why they cannot.
     ``packages``: what this machine has installed (``installed.py``), None: not checked.
     """
+    refused = refused_models or {}
     dims = None if hf_config is None else Dims.of(hf_config)
     problems = [
         *_mode(config),
-        *layout_problems(config, world_size, hf_config),
-        *_model(config, hf_config, supported_models, refused_models or {}),
+        *layout_problems(config, world_size, hf_config, critic_hf_config),
+        *_model("model.hf", config.model.hf, hf_config, supported_models, refused),
+        *_model("critic.hf", config.critic_hf, critic_hf_config, supported_models, refused),
         *algorithm_problems(config),
         *_batch(config),
         *training_problems(config, dims),
@@ -98,7 +103,8 @@ def _compares_samples(config: Config) -> str | None:
 
 
 def _model(
-    config: Config,
+    key: str,
+    folder: Path,
     hf: Mapping[str, Any] | None,
     supported: Collection[str] | None,
     refused: Mapping[str, str],
@@ -107,13 +113,16 @@ def _model(
         return
     family = hf["model_type"]
     if family not in supported:
-        found = f"{config.model.hf}, whose model_type is {family}"
+        found = f"{folder}, whose model_type is {family}"
         why = f" ({family}: {refused[family]})" if family in refused else ""
-        yield Problem("model.hf", found, f"a model of type {', '.join(sorted(supported))}{why}")
+        yield Problem(key, found, f"a model of type {', '.join(sorted(supported))}{why}")
 
 
 def _batch(config: Config) -> Iterator[Problem]:
-    data, minibatches, dp = config.data, config.algo.minibatches, config.parallel.dp
+    data, minibatches = config.data, config.algo.minibatches
+    key, dp = max(
+        ((key, layout.dp) for key, layout in _layouts(config).items()), key=lambda x: x[1]
+    )
     if config.run.mode == "train_only":  # the recording decides how many samples a step has
         return
     if data.prompts_per_step % minibatches:
@@ -122,8 +131,17 @@ def _batch(config: Config) -> Iterator[Problem]:
     per_prompt = data.samples_per_prompt if config.run.mode == "rl" else 1
     if data.prompts_per_step * per_prompt < dp * minibatches:
         found = f"{data.prompts_per_step} (times {per_prompt} samples a prompt)"
-        accepted = f"a sample for each of dp {dp} ranks in each of {minibatches} minibatches"
+        whose = "" if key == "parallel" else f" of {key}"
+        accepted = f"a sample for each of dp {dp} ranks{whose} in each of {minibatches} minibatches"
         yield Problem("data.prompts_per_step", found, accepted)
+
+
+def _layouts(config: Config) -> dict[str, ParallelSection]:
+    """By key, those that differ in name."""
+    found = {"parallel": config.parallel}
+    if config.critic.parallel is not None:
+        found["critic.parallel"] = config.critic.parallel
+    return found
 
 
 def _servers(config: Config) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Whether the tensors of a Hugging Face folder are exactly the model that its config.json says."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
 
 
-def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec) -> None:
+def check_complete(checkpoint: HfCheckpoint, spec: ModelSpec, extra: Collection[str] = ()) -> None:
     """Refuse a checkpoint that is not exactly the model of ``spec``: every fault in one DataError.
 
     Tied embeddings: published checkpoints often store ``lm_head.weight`` all the same. It is
     accepted where it equals the embedding bit for bit, and is not written back. Copies that
-    multi-token prediction layers have of the embedding and the head may be there or not.
+    multi-token prediction layers have of the embedding and the head may be there or not. ``extra``:
+    tensors that are not looked at, whether there or not.
     """
     mapping = mapping_for(spec)
     copies = mapping.copies()
-    expected = {t.name: t.shape for t in mapping.hf_spec() if t.name not in copies}
-    found = set(checkpoint.names())
+    expected = {t.name: t.shape for t in mapping.hf_spec() if t.name not in {*copies, *extra}}
+    found = set(checkpoint.names()) - set(extra)
     because = "multi-token prediction layers share it"
     repeats = {name: (source, because) for name, source in copies.items()}
     if spec.tie_embeddings:

@@ -195,13 +195,17 @@ class ModelMapping:
             for name, shape in self._in_files(match)
         ]
 
-    def megatron_names(self) -> list[str]:
-        """Every parameter of the whole model, in each rule's first spelling."""
-        return [self._megatron_name(match) for match in self._everything()]
+    def megatron_names(self, *, every_spelling: bool = False) -> list[str]:
+        """Every parameter of the whole model, in each rule's first spelling or in all of them."""
+        return [
+            self._megatron_name(match, spelling)
+            for match in self._everything()
+            for spelling in match.rule.megatron[: None if every_spelling else 1]
+        ]
 
-    def _megatron_name(self, match: _Match) -> str:
+    def _megatron_name(self, match: _Match, spelling: str) -> str:
         number = match.numbers.get("L", 0) - self.spec.layers
-        name = match.rule.megatron[0].format(**match.numbers, K=number)
+        name = spelling.format(**match.numbers, K=number)
         if number < 0:
             return name
         return name.replace(_DECODER.format(match.numbers["L"]), _MTP.format(number))

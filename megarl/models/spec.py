@@ -126,12 +126,22 @@ class FamilyReader(Protocol):
     def __call__(self, config: ConfigReader) -> ModelSpec: ...
 
 
-def read_spec(hf_dir: Path) -> ModelSpec:
+_REWARD_MODEL = "ForSequenceClassification"
+
+
+def read_spec(hf_dir: Path, *, for_values: bool = False) -> ModelSpec:
     """Read and check ``config.json`` (and the end tokens of ``generation_config.json``).
+    ``for_values``: of a model below a value head, which a reward model of a family is as well as
+    its language model.
 
     Raises DataError listing every unsupported or contradictory value, not only the first.
     """
-    return spec_of(ConfigReader.of_folder(Path(hf_dir)))
+    config = ConfigReader.of_folder(Path(hf_dir))
+    match config.values.get("architectures"):
+        case [str(name)] if for_values and name.endswith(_REWARD_MODEL):
+            language_model = name.removesuffix(_REWARD_MODEL) + "ForCausalLM"
+            config.values = {**config.values, "architectures": [language_model]}
+    return spec_of(config)
 
 
 def spec_of(config: ConfigReader) -> ModelSpec:

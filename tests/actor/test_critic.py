@@ -17,6 +17,7 @@ from megarl.experience import split_by_group
 from megarl.monitor.metrics import merge_metrics, scalar
 from megarl.types import Sample, StepMetrics
 from tests.actor.compare import mesh_of
+from tests.actor.split_cases import batches
 from tests.helpers.dist import WorkerPool
 from tests.helpers.samples import random_samples
 
@@ -212,6 +213,98 @@ def test_it_starts_from_a_policys_checkpoint_and_keeps_its_head(
     assert torch.equal(critic.pop(HEAD), head[None])
     assert (policy.pop("lm_head.weight", None) is None) == tied
     assert_same_bits(critic, policy)
+
+
+def test_it_starts_from_a_checkpoints_critic_or_below_its_own_head(
+    pool: WorkerPool, tiny_model: Path, tmp_path: Path, head: torch.Tensor
+) -> None:
+    """And so do the optimizer's main parameters: a tiny step stays there."""
+    given = {"hf": tiny_model, "path": tmp_path / "saved", "head": head}
+    (found,) = ranks_of(pool, "started", {}, **given)
+    assert not torch.equal(found["saved"][HEAD], head[None])
+    assert_same_bits(found["both"], found["saved"])
+    policy = {n: t for n, t in found["of the policy"].items() if n != "lm_head.weight"}
+    assert_same_bits(found["alone"], {**policy, HEAD: 2 * head[None]})
+    for name in ("both", "alone"):
+        for tensor, after in found[f"{name}, a step later"].items():
+            torch.testing.assert_close(after, found[name][tensor], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"tp": 2}))],
+    ids=str,
+)
+def test_a_reward_model_of_another_size_is_a_start(
+    pool: WorkerPool,
+    tiny_model: Path,
+    tmp_path: Path,
+    samples: list[Sample],
+    layout: dict[str, int],
+) -> None:
+    """Its values at every token are those of transformers, with a dense model for a policy of
+    experts.
+    """
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    config = Qwen3Config(
+        **{"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+        **{"num_labels": 1, "tie_word_embeddings": False, "initializer_range": 0.2},
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "reward")
+    work = {"hf": tiny_model, "samples": samples, "head": None}
+    own = {"lr": 1e-3, "hf": str(tmp_path / "reward")}
+    ranks = ranks_of(pool, "first_step", layout, critic=own, **work)
+    values = {i: v for r in ranks for i, v in r["values"].items()}
+    assert sorted(values) == list(range(len(samples)))
+    spread = []
+    for i, found in values.items():
+        hidden = model.model(torch.from_numpy(samples[i].tokens).long()[None]).last_hidden_state
+        expected = (hidden[0] @ model.score.weight[0]).detach()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        spread.append(expected)
+    assert torch.cat(spread).std() > 0.1
+
+
+def test_temperature_does_not_touch_values(
+    first_step: Any, pool: WorkerPool, tiny_model: Path, samples: list[Sample], head: torch.Tensor
+) -> None:
+    """A distribution's temperature divides logits; a critic's output is none."""
+    work = {"hf": tiny_model, "samples": samples, "head": head}
+    for temperature in (0.5, 0.7, 1.9):
+        (found,) = ranks_of(pool, "first_step", {}, rollout={"temperature": temperature}, **work)
+        assert_same_bits(found["gradients"], first_step({})["gradients"])
+        for i, values in first_step({})["values"].items():
+            assert torch.equal(found["values"][i], values)
+
+
+UNCLIPPED = {  # the clip could take the one token there is
+    "policy": {"name": "ppo_clip"},
+    "advantage": {"name": "gae", "lam": 0.9},
+    "value": {"clip": None},
+    **{"old_logprobs": "rollout", "minibatches": 2},
+}
+
+
+@pytest.mark.parametrize("batch", ["one token", "one chunk", "fewer than ranks"])
+def test_a_loss_of_few_tokens_has_one_processs_gradients(
+    pool: WorkerPool, tiny_model: Path, head: torch.Tensor, batch: str
+) -> None:
+    """One trained token, all of them on one context-parallel rank, a rank without any."""
+    work = {"hf": tiny_model, "samples": batches()[batch], "head": head, "algo": UNCLIPPED}
+    (single,) = ranks_of(pool, "first_step", {}, **work)
+    scale = max(float(g.abs().max()) for g in single["gradients"].values())
+    assert scale > 1e-3
+    for layout in ({"cp": 2}, {"dp": 2}):
+        ranks = ranks_of(pool, "first_step", layout, **work)
+        found = {n: g for r in ranks for n, g in r["gradients"].items()}
+        for name, expected in single["gradients"].items():
+            bound = TOL * max(float(expected.abs().max()), 0.01 * scale)
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=bound)
 
 
 def with_tied_embeddings(model: Path, out: Path) -> Path:

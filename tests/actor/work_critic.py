@@ -11,17 +11,19 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.actor.actor import build_actor
-from megarl.actor.critic import HEAD, MegatronCritic, build_critic
+from megarl.actor.critic import HEAD, MegatronCritic, build_critic, load_start
 from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters, unwrap
+from megarl.actor.setup import init_beside, init_parallel
 from megarl.actor.state import load_model, load_trained, save_model, save_trained
 from megarl.algos.control import Controllers
 from megarl.config.schema import Config
 from megarl.experience import complete_plan, make_plan
 from megarl.loop import ranks_of
 from megarl.models.spec import read_spec
+from megarl.relayout import move
 from megarl.types import PackedBatch, Sample, StepMetrics, TrainPlan
-from tests.actor.work import config_for, init_parallel, mesh_of
+from tests.actor.work import config_for, mesh_of
 from tests.helpers.samples import random_samples
 
 Layout = dict[str, int]
@@ -40,12 +42,26 @@ PPO = {
 
 
 class Subject:
-    """A critic whose head is ``head`` [H], zeros if None."""
+    """A critic whose head is ``head`` [H], zeros if None. ``actor``: the first layout of the ranks,
+    if that is another; its rows are then where returns are computed.
+    """
 
-    def __init__(self, hf: Path, layout: Layout, head: torch.Tensor | None, **sections: Any):
+    def __init__(
+        self,
+        hf: Path,
+        layout: Layout,
+        head: torch.Tensor | None,
+        actor: Layout | None = None,
+        **sections: Any,
+    ):
         self.config: Config = config_for(hf, **{**PPO, **sections})
-        self.spec = read_spec(hf)
-        parallel = init_parallel(mesh_of(layout), seed=1, timeout_s=60)
+        self.spec = read_spec(self.config.critic_hf, for_values=True)
+        self.first = init_parallel(
+            mesh_of(layout if actor is None else actor), seed=1, timeout_s=60
+        )
+        parallel = self.first
+        if actor is not None:
+            parallel = init_beside(self.first, mesh_of(layout), timeout_s=60)
         self.critic: MegatronCritic = build_critic(self.config, self.spec, parallel, 100)
         if head is not None:
             self.set_head(head)
@@ -59,12 +75,23 @@ class Subject:
 
     def plan(self, samples: list[Sample]) -> TrainPlan:
         """With values of the critic, returns and weights."""
-        parallel = self.critic.parallel
-        plan = make_plan(samples, self.config, parallel.mesh, parallel.at.dp)
-        self.critic.values(plan)
+        own, _ = self.plans(samples)
+        return own
+
+    def plans(self, samples: list[Sample]) -> tuple[TrainPlan, TrainPlan]:
+        """(the critic's, the one whose advantages were computed, which may be the same)."""
+        parallel, first = self.critic.parallel, self.first
+        own = make_plan(samples, self.config, parallel.mesh, parallel.at.dp)
+        self.critic.values(own)
+        plan = own
+        if first.mesh != parallel.mesh:
+            plan = make_plan(samples, self.config, first.mesh, first.at.dp)
+            move("values", samples, (own, parallel), (plan, first))
         controllers = Controllers.of(self.config.algo)
-        complete_plan(plan, samples, self.config, controllers, ranks_of(parallel))
-        return plan
+        complete_plan(plan, samples, self.config, controllers, ranks_of(first))
+        if plan is not own:
+            move("returns", samples, (plan, first), (own, parallel))
+        return own, plan
 
     def whole(self, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> Tensors:
         """``of`` every parameter of this rank's stage under HF names, the head under its own."""
@@ -90,14 +117,19 @@ class Subject:
 
 
 def first_step(
-    rank: int, hf: Path, layout: Layout, samples: list[Sample], head: torch.Tensor
+    rank: int,
+    hf: Path,
+    layout: Layout,
+    samples: list[Sample],
+    head: torch.Tensor | None,
+    **sections: Any,
 ) -> dict[str, Any]:
     """The first optimizer step: values and returns of every sample on the rank that speaks for it,
     metrics and gradients. Old values are made other than the current ones by what the samples bring
     as values, so that some are clipped.
     """
     try:
-        subject = Subject(hf, layout, head)
+        subject = Subject(hf, layout, head, **sections)
         critic = subject.critic
         recorded = make_plan(samples, subject.config, critic.parallel.mesh, critic.parallel.at.dp)
         plan = subject.plan(samples)
@@ -149,7 +181,7 @@ def trained_on(
     rank: int, hf: Path, layout: Layout, path: Path, load: bool, **sections: Any
 ) -> dict[str, Any]:
     """Weights after two steps and after a third. ``load``: the first two are those of ``path``;
-    else they are trained, and left there.
+    else they are trained, and left there. ``sections`` may hold ``actor``, as ``Subject`` takes it.
     """
     _write_here()
     try:
@@ -189,6 +221,41 @@ def from_a_policy(
         save_model(actor.model, actor.parallel, path)
         load_model(subject.critic.model, actor.parallel, path, but=HEAD)
         return {n: t.clone() for n, t in actor.weights().tensors()}, subject.weights()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def started(
+    rank: int, hf: Path, layout: Layout, path: Path, head: torch.Tensor
+) -> dict[str, Tensors]:
+    """Weights of a critic and of a policy that were saved, and of fresh critics that start from the
+    checkpoint of both (``critic``) and of the policy alone (``policy``), whose head is 2 ``head``;
+    and what a step of the optimizer with a tiny learning rate leaves of the former.
+    """
+    _write_here()
+    try:
+        subject = Subject(hf, layout, head)
+        subject.steps(0, 1)
+        actor = build_actor(subject.config, subject.spec, subject.critic.parallel, 100)
+        for folder in ("both/critic", "both/megatron", "alone/megatron"):
+            _folder(rank, path / folder)
+        save_trained(subject.critic, path / "both/critic")
+        save_trained(actor, path / "both/megatron")
+        save_model(actor.model, actor.parallel, path / "alone/megatron")
+        found = {
+            "saved": subject.weights(),
+            "of the policy": {n: t.clone() for n, t in actor.weights().tensors()},
+        }
+        parallel_state.destroy_model_parallel()
+        for name in ("both", "alone"):
+            fresh = Subject(hf, layout, 2 * head, critic={"lr": 1e-9, "load": str(path / name)})
+            assert fresh.config.critic_load is not None
+            load_start(fresh.critic, fresh.config.critic_load)
+            found[name] = fresh.weights()
+            fresh.steps(0, 1)
+            found[f"{name}, a step later"] = fresh.weights()
+            parallel_state.destroy_model_parallel()
+        return found
     finally:
         parallel_state.destroy_model_parallel()
 

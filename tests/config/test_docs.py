@@ -64,6 +64,7 @@ WHOLE = {
         **{"correction": {}, "opsm": {"delta": 1}, "value": {}, "dynamic_sampling": {}},
         "overlong": {"l_max": 2, "l_cache": 1},
     },
+    "critic": {"parallel": {}},
     "rollout": {"length_stages": [{"max_new_tokens": 1, "until_converged": {}}]},
 }
 CHOSEN = {
@@ -103,6 +104,7 @@ def test_given_keys_are_what_was_set_and_sections_given_without_a_setting() -> N
         *("algo.kl.adaptive.target", "algo.kl.adaptive.horizon", "algo.entropy.name"),
         *("algo.correction", "algo.opsm.delta", "algo.value", "algo.dynamic_sampling"),
         *("algo.overlong.l_max", "algo.overlong.l_cache", "rollout.length_stages"),
+        "critic.parallel",
     }
     plain = Config.model_validate({**WHOLE, "algo": {"policy": {"name": "gspo"}}, "monitor": {}})
     assert "monitor" not in fields.given_keys(plain)  # the default itself

@@ -119,6 +119,7 @@ def idle(algo: AlgoSection, key: str) -> bool:
     return {
         "aggregation.denominator_mask": not drops,
         "correction.mode": filters_only,
+        "kl.reference_every": True,  # whose log-probs these are is not of this step
         "kl.place": algo.advantage.name not in ("gae", "reinforce_pp"),
         "policy.w_min": getattr(policy, "w_eps_low", None) is not None,
         "policy.eps_entropic": getattr(policy, "entropy_quantile", None) is None,
