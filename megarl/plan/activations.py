@@ -136,7 +136,7 @@ def _attention(spec: ModelSpec, mesh: Mesh, row: _Row) -> dict[str, float]:
     value = mla.value_dim if mla else spec.head_dim
     groups = heads if mla else spec.kv_heads / mesh.tp
     queries, keys = heads * spec.head_dim, groups * spec.head_dim
-    sink = 1 if spec.sinks else 0  # a dimension of queries, keys and values
+    sink = 8 if spec.sinks else 0  # dimensions of queries, keys and values besides their own
     operands = heads * (spec.head_dim + sink) * row.t
     operands += groups * (spec.head_dim + value + 2 * sink) * row.keys
     turned = mla.rope_dim if mla else spec.head_dim * spec.rope_share

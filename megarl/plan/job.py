@@ -17,7 +17,7 @@ from megarl.models.spec import ModelSpec
 from megarl.plan.choices import Choices, Recompute, Rows, choices_of
 from megarl.plan.memory import GIB, StageMemory, plan_memory
 from megarl.plan.parameters import total_parameters
-from megarl.plan.traffic import Traffic, bubble, step_traffic
+from megarl.plan.traffic import Traffic, bubble, rollout_bytes, step_traffic
 
 _NO_FOLDER = Path("no-folder")
 # What a run must have and no number here depends on: a file of configs/models/ is enough.
@@ -75,6 +75,20 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.heaviest.total <= self.job.gpu_bytes
+
+    @property
+    def rollouts(self) -> tuple[int, int]:
+        """Bytes of a training step's samples that a rank gets at most: without recorded routing,
+        and with it.
+        """
+        job, mesh = self.job, self.mesh
+        share = math.ceil(job.samples * job.config.algo.minibatches / mesh.dp)
+        lengths = [job.sample_tokens] * share
+        plain, routed = (
+            max(rollout_bytes(job.spec, mesh, r, lengths, routing=x) for r in range(mesh.pp))
+            for x in (False, True)
+        )
+        return plain, routed
 
     @property
     def bubble(self) -> float:

@@ -7,13 +7,12 @@ from typing import Any
 from megarl.plan.job import Plan
 from megarl.plan.parameters import active_parameters, mtp_parameters, total_parameters
 from megarl.plan.search import Suggestion
-from megarl.plan.traffic import gathered_bytes, pushed_bytes, rollout_bytes
+from megarl.plan.traffic import gathered_bytes, pushed_bytes
 
 
 def as_record(plan: Plan, suggestions: Sequence[Suggestion] | None) -> dict[str, Any]:
     """What ``megarl plan --json`` writes."""
     job, mesh = plan.job, plan.mesh
-    lengths = [job.sample_tokens] * (job.samples * job.config.algo.minibatches)
     stages = range(mesh.pp)
     return {
         "model": {
@@ -36,11 +35,6 @@ def as_record(plan: Plan, suggestions: Sequence[Suggestion] | None) -> dict[str,
         "sent": [asdict(x) for x in plan.traffic],
         "pushed": [pushed_bytes(job.spec, mesh, r, plan.choices) for r in stages],
         "gathered": [gathered_bytes(job.spec, mesh, r, plan.choices) for r in stages],
-        "rollouts": {
-            "plain": rollout_bytes(job.spec, lengths, routing=False),
-            "with_routing": rollout_bytes(job.spec, lengths, routing=True)
-            if job.spec.experts
-            else None,
-        },
+        "rollouts": dict(zip(("plain", "with_routing"), plan.rollouts, strict=True)),
         "suggestions": [asdict(s) for s in suggestions or ()],
     }

@@ -11,7 +11,7 @@ from megarl.plan.job import Plan
 from megarl.plan.memory import GIB, StageMemory
 from megarl.plan.parameters import active_parameters, total_parameters
 from megarl.plan.search import Suggestion
-from megarl.plan.traffic import gathered_bytes, pushed_bytes, rollout_bytes
+from megarl.plan.traffic import gathered_bytes, pushed_bytes
 
 _PARTS = {  # field of StageMemory -> column
     "parameters": "param",
@@ -160,12 +160,10 @@ def _movement(plan: Plan) -> Iterator[str]:
         f"a weight push: {sum(pushed):,.1f} GiB to every server by {senders}; "
         f"{gathered / GIB:,.1f} GiB from a rank to its sender"
     )
-    lengths = [job.sample_tokens] * (job.samples * job.config.algo.minibatches)
-    plain = rollout_bytes(job.spec, lengths, routing=False) / GIB
-    text = f"rollouts of a step to every rank: {plain:,.2f} GiB"
+    plain, routed = (n / GIB for n in plan.rollouts)
+    text = f"rollouts of a step to a rank, at most: {plain:,.3f} GiB"
     if job.spec.experts:
-        routed = rollout_bytes(job.spec, lengths, routing=True) / GIB
-        text += f", {routed:,.2f} with routed experts"
+        text += f", {routed:,.3f} with routed experts"
     yield text
 
 

@@ -15,12 +15,13 @@ a pass that recomputation repeats is sent again)::
 A pipeline of pp stages idles (pp - 1) / (m vpp) of the time that it works.
 
 A weight push gathers each stage's tensors on its sender, which sends them on to the servers under
-their published names; nothing of it is padded. Rollouts go to every trainer rank: of a token 4
-bytes of id, 1 of mask, 4 of log-prob, and ceil(log2 E) bits for each of its routed experts where
-routing is recorded. Advantages are computed where they are used.
+their published names; nothing of it is padded. Of a rollout's token a trainer rank gets what it
+uses of the samples of its own data-parallel rank: the first stage 4 bytes of id, the last these, 1
+of mask and 4 of log-prob, and every stage, where routing is recorded, topk ids of 1 or 2 bytes
+(more than 256 experts) for each of its own MoE layers. Advantages are computed where they are used.
 """
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megarl.mesh import Mesh
@@ -32,8 +33,7 @@ from megarl.plan.parameters import stage_count
 
 NODE_RANKS = 8  # that NVLink connects
 
-_TOKEN_BYTES = 4 + 1 + 4
-_ROUTING_HEADER = 32
+_ID_BYTES, _MASK_AND_LOGPROB_BYTES = 4, 1 + 4
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,16 @@ def gathered_bytes(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices) ->
     return choices.parameter_bytes * stage_count(spec, mesh, stage).parameters
 
 
-def rollout_bytes(spec: ModelSpec, lengths: list[int], *, routing: bool) -> int:
-    """Per-token payload of samples of these lengths, as every trainer rank receives it."""
-    total = _TOKEN_BYTES * sum(lengths)
+def rollout_bytes(
+    spec: ModelSpec, mesh: Mesh, stage: int, lengths: Sequence[int], *, routing: bool
+) -> int:
+    """What a rank of a stage uses of samples of these lengths, its data-parallel rank's."""
+    last = stage == mesh.pp - 1
+    per_token = _ID_BYTES * (stage == 0 or last) + _MASK_AND_LOGPROB_BYTES * last
+    total = per_token * sum(lengths)
     if routing:
-        bits = max(1, math.ceil(math.log2(spec.experts))) * spec.topk * spec.num_moe_layers
-        total += sum(_ROUTING_HEADER + math.ceil((n - 1) * bits / 8) for n in lengths)
+        layers = [mesh.layers_of(spec.layers, stage, k) for k in range(mesh.vpp)]
+        moe = sum(sum(spec.moe_layers[r.start : r.stop]) for r in layers)
+        width = (1 if spec.experts <= 256 else 2) * spec.topk * moe
+        total += sum(n - 1 for n in lengths) * width  # nothing is routed by the last token
     return total

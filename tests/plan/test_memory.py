@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.config.load import load_config
-from megarl.data.recorded import pack_samples
+from megarl.data.exchange import Collected, Exchange, _Step
 from megarl.mesh import Mesh
 from megarl.plan.activations import head_bytes, layer_bytes
 from megarl.plan.choices import Choices, Rows, choices_of
@@ -180,26 +180,31 @@ def test_traffic_by_hand() -> None:
     assert sent["dp"].num_bytes == pytest.approx(moved / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("experts, width", [(8, 3), (100, 7), (300, 9)])
-def test_rollout_bytes_are_those_of_packed_samples(experts: int, width: int) -> None:
-    """``width``: bits of an expert's id."""
+@pytest.mark.parametrize("experts, dtype", [(8, np.uint8), (256, np.uint8), (300, np.uint16)])
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2, vpp=2, dp=2), Mesh(pp=3, tp=2)], ids=str)
+def test_rollout_bytes_are_those_that_the_exchange_cuts(
+    mesh: Mesh, experts: int, dtype: type
+) -> None:
     rng = np.random.default_rng(0)
-    samples = [
-        replace(
-            s,
-            routing=np.stack(
-                [
-                    np.stack([rng.choice(experts, 4, replace=False) for _ in range(3)])
-                    for _ in range(len(s.tokens) - 1)
-                ]
-            ).astype(np.uint16 if experts > 256 else np.uint8),
-        )
-        for s in random_samples(2, 3, seed=5)
+    moe = (False, *(True,) * 11)
+    spec = replace(QWEN3_30B, experts=experts, topk=4, layers=12, moe_layers=moe, moe_ffn=8)
+
+    def routed(tokens: int) -> np.ndarray:
+        ids = [rng.choice(experts, 4, replace=False) for _ in range(11 * (tokens - 1))]
+        return np.array(ids, dtype).reshape(tokens - 1, 11, 4)
+
+    samples = [replace(s, routing=routed(len(s.tokens))) for s in random_samples(2, 3, seed=5)]
+    dp_ranks = [i % mesh.dp for i in range(len(samples))]
+    of_stage = [
+        [i - 1 for k in range(mesh.vpp) for i in mesh.layers_of(12, r, k) if moe[i]]
+        for r in range(mesh.pp)
     ]
-    assert width == (experts - 1).bit_length()
-    spec = replace(QWEN3_30B, experts=experts, topk=4, layers=3, moe_layers=(True,) * 3, moe_ffn=8)
-    arrays = pack_samples(samples)
-    lengths = [len(s.tokens) for s in samples]
-    plain = sum(arrays[name].nbytes for name in ("tokens", "mask", "rollout_logprobs"))
-    assert rollout_bytes(spec, lengths, routing=False) == plain
-    assert rollout_bytes(spec, lengths, routing=True) - plain == arrays["routing"].nbytes
+    exchange = Exchange(mesh, None, of_stage)
+    for rank in range(mesh.world_size):
+        at = mesh.coordinates(rank)
+        lengths = [len(s.tokens) for s, dp in zip(samples, dp_ranks, strict=True) if dp == at.dp]
+        step = _Step(exchange, [Collected(s.facts, -1, s) for s in samples], dp_ranks)
+        pieces = {piece: step.cut(piece).nbytes for piece in step.pieces([rank])}
+        plain = sum(n for piece, n in pieces.items() if piece.field != "routing")
+        assert rollout_bytes(spec, mesh, at.pp, lengths, routing=False) == plain
+        assert rollout_bytes(spec, mesh, at.pp, lengths, routing=True) == sum(pieces.values())

@@ -51,7 +51,7 @@ MOE = {
 LAYOUTS = [
     {"tp": 2},
     pytest.param({"pp": 2}, marks=pytest.mark.slow),
-    {"cp": 2},
+    pytest.param({"cp": 2}, marks=pytest.mark.slow),
     {"dp": 2, "ep": 2},
     {"tp": 2, "ep": 2, "etp": 1},
     {"pp": 2, "vpp": 2},

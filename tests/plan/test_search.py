@@ -27,7 +27,8 @@ def suggestions(job: Job, limit: int = 5) -> list[Suggestion]:
 
 
 @pytest.mark.parametrize(
-    "model, gpus", [("qwen3-8b", 8), ("qwen3-30b-a3b", 32), ("qwen3-235b-a22b", 512)]
+    "model, gpus",
+    [("qwen3-8b", 8), ("qwen3-30b-a3b", 32), ("qwen3-235b-a22b", 512), ("deepseek-v3", 1024)],
 )
 def test_suggestions_keep_every_rule_and_fit(model: str, gpus: int) -> None:
     job = job_of(model, gpus)
@@ -66,7 +67,7 @@ def test_nothing_is_suggested_where_nothing_fits() -> None:
 
 
 def test_less_memory_never_finds_quicker_layouts() -> None:
-    best = [suggestions(job_of("qwen3-30b-a3b", 64, gib=g), 1)[0].seconds for g in (140, 80, 48)]
+    best = [suggestions(job_of("qwen3-30b-a3b", 16, gib=g), 1)[0].seconds for g in (140, 48)]
     assert best == sorted(best)
 
 
