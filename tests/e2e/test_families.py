@@ -1,5 +1,5 @@
 """Whole runs with the families that have more than Qwen3: latent attention, biases of the experts'
-choice, shared experts, layers behind the last.
+choice, shared experts, layers behind the last; sinks, windows, experts stacked in files.
 """
 
 import shutil
@@ -25,7 +25,7 @@ def tool(name: str, source: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt_oss"])
 def test_a_run_samples_trains_pushes_and_saves(
     launch: Callable[..., Launch],
     demo_data: Path,
