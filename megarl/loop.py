@@ -33,24 +33,22 @@ from megarl.checkpoint.manager import CRITIC, MEGATRON, CheckpointManager
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config
 from megarl.config.training import optimizer_steps
-from megarl.data.exchange import Collected, Delivery, Exchange
+from megarl.data.exchange import Collected
 from megarl.data.nodes import Nodes, find_nodes
 from megarl.errors import RunError
 from megarl.experience import Ranks, complete_plan, needs_reference
 from megarl.hostcomm import agree, any_rank, broadcast_json, gather_and_share, gather_bytes
 from megarl.mesh import Mesh
-from megarl.models.flops import pass_flops
 from megarl.models.settings import model_spec
-from megarl.models.spec import ModelSpec
 from megarl.monitor.metrics import decode, derived, encode, merge_metrics, reduce_metrics
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, all_calls, check_kernels, describe, write_calls
-from megarl.planning import build_plan, dp_ranks, plan_steps, routing_here, stage_layers
+from megarl.planning import plan_step
 from megarl.rundir import RunDir
 from megarl.sources import SOURCES, Source, Surroundings
 from megarl.stopping import StopRequest
-from megarl.types import Job, Max, Metric, StepMetrics, Sum, TrainPlan
+from megarl.types import Job, Max, Metric, StepMetrics, Sum
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +132,9 @@ def train_step(parts: Parts, step: int) -> None:
             samples, metrics = parts.source.take(step)
             facts = [s.facts for s in samples]
         with timer("plan"):
-            plan, moved = _plan(parts, samples, parallel, actor.spec, step)
+            plan, moved = plan_step(
+                samples, parts.config, parallel.mesh, actor.spec, parts.nodes, step
+            )
         with timer("old_logprobs"):
             actor.logprobs(plan)
         if critic is not None:
@@ -153,24 +153,10 @@ def train_step(parts: Parts, step: int) -> None:
         metrics += shared
         metrics.append(Metric("perf/tokens", Sum(float(sum(f.length for f in facts)))))
     metrics.append(Metric("perf/exchange_bytes", Max(moved.received + moved.carried)))
+    metrics.append(Metric("perf/exchange_seconds", Max(moved.seconds)))
     with timer("eval"):
         metrics += parts.source.evaluate(step)
     _report(parts, step, metrics, samples)
-
-
-def _plan(
-    parts: Parts, samples: list[Collected], parallel: Parallel, spec: ModelSpec, step: int
-) -> tuple[TrainPlan, Delivery]:
-    """This rank's rows for a model in the layout of ``parallel``, and what was moved for them."""
-    config, mesh, at = parts.config, parallel.mesh, parallel.at
-    facts, layers = [s.facts for s in samples], stage_layers(spec.moe_layers, mesh)
-    steps = plan_steps(facts, config, mesh, pass_flops(spec))
-    exchange = Exchange(mesh, parts.nodes, layers)
-    with parts.timer("exchange"):
-        moved = exchange.deliver(samples, dp_ranks(steps, len(samples)))
-    routing = routing_here(facts, layers, at.pp)
-    plan = build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step)
-    return plan, moved
 
 
 def save(parts: Parts, step: int) -> None:

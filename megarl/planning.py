@@ -13,9 +13,13 @@ import numpy as np
 
 from megarl.config.algo import AlgoSection
 from megarl.config.schema import Config
+from megarl.data.exchange import Collected, Delivery, Exchange
+from megarl.data.nodes import Nodes
 from megarl.data.packing import Payload, Tokens, brought, build_row, plan_rows, routing_shape
 from megarl.errors import DataError
 from megarl.mesh import Mesh
+from megarl.models.flops import pass_flops
+from megarl.models.spec import ModelSpec
 from megarl.types import Known, Sample, SampleFacts, TrainPlan
 
 
@@ -28,6 +32,25 @@ class StepRows:
     rows: list[list[list[int]]]
     lengths: list[int]
     trained_tokens: int
+
+
+def plan_step(
+    samples: Sequence[Collected],
+    config: Config,
+    mesh: Mesh,
+    spec: ModelSpec,
+    nodes: Nodes,
+    step: int = 0,
+) -> tuple[TrainPlan, Delivery]:
+    """This rank's rows for a model ``spec`` in the layout ``mesh``, and what was moved for them.
+    ``step``: the training step. Collective over all trainer ranks.
+    """
+    facts, layers = [s.facts for s in samples], stage_layers(spec.moe_layers, mesh)
+    at = mesh.coordinates(nodes.rank)
+    steps = plan_steps(facts, config, mesh, pass_flops(spec))
+    routing = routing_here(facts, layers, at.pp)
+    moved = Exchange(mesh, nodes, layers).deliver(samples, dp_ranks(steps, len(facts)))
+    return build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step), moved
 
 
 def plan_steps(

@@ -1,6 +1,7 @@
 """What workers do in ``tests/data/test_exchange.py``, as ranks of made-up nodes."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,6 +54,18 @@ def late_leader(rank: int, nodes: list[int], samples: Sequence[Sample]) -> str:
         except MegarlError as e:
             error = f"{type(e).__name__}: {e}"
     return error
+
+
+def late_rank(rank: int) -> str:
+    """Rank 1 comes to ``share`` when rank 0 has given up."""
+    nodes = replace(_nodes(rank, [dist.get_world_size()]), timeout_s=0.5)
+    if rank == 1:
+        time.sleep(1.0)
+    try:
+        nodes.share(bytes, bytes)
+    except MegarlError as e:
+        return f"{type(e).__name__}: {e}"
+    return ""
 
 
 def failure(rank: int, where: str) -> str:

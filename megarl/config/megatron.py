@@ -79,9 +79,10 @@ class MoeSection(Section):
     """Weight of the squared log-sum-exp of the router's logits, a mean over rows likewise; of rows
     that tp or cp split the mean of the parts' means.
     """
-    router_bias_update_rate: AtLeast0 = 1e-3
+    router_bias_update_rate: AtLeast0 = 0.0
     """Of models whose router has a bias per expert that balances without a loss (DeepSeek-V3): how
-    far it moves in an optimizer step. 0 keeps it.
+    far it moves in an optimizer step. 0 keeps it: what moves the choice of experts without a
+    gradient also moves it away from what the servers sampled with.
     """
     freeze_router: bool = False
     """The router's weights do not change, nor does a bias per expert: what each expert is for stays

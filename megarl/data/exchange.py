@@ -15,6 +15,7 @@ Nothing is pickled. What is here already does not move.
 import base64
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -88,11 +89,13 @@ class Piece(NamedTuple):
 class Delivery:
     """``payloads``: of the samples that this rank trains. ``received``: bytes of them that it got
     from others. ``carried``: bytes that a leader got from other nodes for all of its node.
+    ``seconds``: of all that, waiting included.
     """
 
     payloads: dict[int, Payload]
     received: int
     carried: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Exchange:
         """``dp_ranks``: which data-parallel rank trains each sample. Collective over all trainer
         ranks.
         """
+        start = time.perf_counter()
         step, nodes = _Step(self, collected, dp_ranks), self.nodes
         at = self.mesh.coordinates(nodes.rank)
         wanted = step.pieces([nodes.rank])
@@ -121,7 +125,8 @@ class Exchange:
             here |= {p: arrived[p] for p in missing}
         received = sum(here[p].nbytes for p in wanted if collected[p.sample].sample is None)
         payloads = {i: step.payload(i, at.pp, here) for i, dp in enumerate(dp_ranks) if dp == at.dp}
-        return Delivery(payloads, received, sum(array.nbytes for array in carried.values()))
+        num_carried = sum(array.nbytes for array in carried.values())
+        return Delivery(payloads, received, num_carried, time.perf_counter() - start)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ their source nor their destination's leader. What the other ranks of a node need
 into memory that has no name (memfd) and lives as long as somebody has it open: nothing is left
 behind by a process that is killed. The others read their parts of it through /proc.
 
-Every wait ends after ``timeout_s``; a message that did not come names the rank it was to come from.
+Every wait ends after ``timeout_s``, with an error that names the ranks that did not come, or whose
+message did not.
 """
 
 import datetime
@@ -91,6 +92,7 @@ class Nodes:
                 error = e
         found: T | None = None
         try:
+            self._meet()
             agree(error, self.host, "collecting what the ranks of a node use")
             places = gather_and_share(place, self.host)
             if not leads:
@@ -104,6 +106,17 @@ class Nodes:
             if place:
                 os.close(place[1])
         return found
+
+    def _meet(self) -> None:
+        """All ranks are here. Rank 0 learns which are not, and says so."""
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        try:
+            dist.monitored_barrier(self.host, timeout, wait_all_ranks=True)
+        except RuntimeError as e:
+            raise RunError(
+                f"rank {self.rank} waited up to {self.timeout_s:g} s (run.timeout_s) for other "
+                f"ranks to exchange samples: {e}"
+            ) from e
 
 
 def find_nodes(local_rank: int, host: dist.ProcessGroup, timeout_s: float) -> Nodes:

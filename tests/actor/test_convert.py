@@ -72,7 +72,12 @@ def test_a_trainer_exports_what_it_was_given_bit_for_bit(
     assert [r["layers"] for r in ranks] == layers
     mesh = mesh_of(layout)
     assert [[layer for chunk in chunks for layer in chunk] for chunks in layers] == [
-        mesh.layers(mesh.coordinates(rank).pp, 4) for rank in range(world)
+        [
+            layer
+            for chunk in range(mesh.vpp)
+            for layer in mesh.layers_of(4, mesh.coordinates(rank).pp, chunk)
+        ]
+        for rank in range(world)
     ]
     names = [n for r in ranks for n in r["tensors"]]
     given = load_file(tiny_model / "model.safetensors")

@@ -17,12 +17,15 @@ from megarl.actor.names import global_parameters, unwrap
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.algos.control import Controllers
 from megarl.config.schema import Config
+from megarl.data.exchange import Collected
+from megarl.data.nodes import Nodes
 from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
-from megarl.experience import complete_plan, make_plan
+from megarl.experience import complete_plan
 from megarl.loop import ranks_of
 from megarl.models.mapping import ModelMapping
 from megarl.models.spec import read_spec
+from megarl.planning import plan_step
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of
 
@@ -47,8 +50,12 @@ def make_actor(config: Config, layout: dict[str, int]) -> MegatronActor:
 
 
 def plan_for(actor: MegatronActor, config: Config, samples: list[Sample]) -> TrainPlan:
-    """As far as rows go."""
-    return make_plan(samples, config, actor.parallel.mesh, actor.parallel.at.dp)
+    """As far as rows go: every rank is given what it uses of samples that rank 0 alone has."""
+    parallel = actor.parallel
+    mesh, rank = parallel.mesh, parallel.rank
+    nodes = Nodes((0,) * mesh.world_size, rank, parallel.host, leading=None, timeout_s=60)
+    collected = [Collected(s.facts, 0, None if rank else s) for s in samples]
+    return plan_step(collected, config, mesh, actor.spec, nodes)[0]
 
 
 def prepare(actor: MegatronActor, config: Config, samples: list[Sample]) -> TrainPlan:

@@ -25,14 +25,10 @@ def biases(
     log-probs are computed. ``skip``: the steps are not taken.
     """
     from megatron.core import parallel_state
-    from megatron.core.utils import get_model_config
 
-    config = config_for(hf, **{"algo": {"minibatches": 1}, **sections})
+    moe = {"freeze_router": True} if frozen else {"router_bias_update_rate": RATE}
+    config = config_for(hf, **{"algo": {"minibatches": 1}, "moe": moe, **sections})
     actor = make_actor(config, layout)
-    get_model_config(actor.model[0]).moe_router_bias_update_rate = RATE
-    for chunk in actor.model if frozen else []:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(".router." not in name)
     try:
         for samples in steps:
             plan = prepare(actor, config, samples)

@@ -71,7 +71,7 @@ def after_a_step(rank: int, hf: Path, layout: dict[str, int]) -> dict[str, Any]:
         own = trainee.weights()
         actor.keep_reference()
         assert actor.reference is not None
-        for kept in actor.reference._copy:
+        for kept in filter(torch.is_floating_point, actor.reference._copy):
             kept.add_(0.25)
         with actor.reference.loaded([chunk.module for chunk in actor.model]):
             moved = trainee.weights()
@@ -120,6 +120,6 @@ def _weighted_sum(actor: MegatronActor, num_microbatches: int) -> Any:
         tokens = {i: row.tokens[start : start + n].tolist() for i, start, n in row.segments()}
         weight = row.spread(lambda i: token_weights(tokens[i])).float()
         loss = (logprobs * local(weight, index=index, device=actor.parallel.device)).sum()
-        return loss * scale, RowResult([], [])
+        return loss * scale, RowResult([])
 
     return finish

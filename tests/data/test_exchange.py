@@ -244,6 +244,13 @@ def test_a_message_that_does_not_come_names_the_rank_that_is_waited_for(pool: Wo
     assert "RunError: rank 0 waited up to 0.3 s (run.timeout_s) for 10 bytes from rank 1" in error
 
 
+def test_a_rank_that_does_not_come_is_named(pool: WorkerPool) -> None:
+    errors = pool.run("tests.work_exchange:late_rank", world=2)
+    assert "RunError: rank 0 waited up to 0.5 s (run.timeout_s) for other ranks" in errors[0]
+    assert "Ranks 1 failed to pass monitoredBarrier" in errors[0]
+    assert "RunError: rank 1 waited up to 0.5 s (run.timeout_s) for other ranks" in errors[1]
+
+
 @pytest.mark.parametrize(
     ("where", "on_leader", "elsewhere"),
     [
