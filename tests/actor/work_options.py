@@ -38,7 +38,7 @@ def read_back(rank: int, hf: Path, rows: list[Row]) -> list[dict[str, Any]]:
 def _read(hf: Path, row: Row, value: Any) -> dict[str, Any]:
     sections = nested({**row.also, **({} if value is None else {row.key: value})})
     config = config_for(hf, **sections)
-    spec = replace(read_spec(hf), expert_bias=True, shared_ffn=32)
+    spec = replace(read_spec(hf), expert_bias=True, router_score="sigmoid", shared_ffn=32)
     dtype = dtype_of(config.precision)
     # what the model is: the settings' part of it is what is read back
     objects = {
