@@ -63,11 +63,23 @@ class Actor(Protocol):
 
     def train(self, plan: TrainPlan) -> StepMetrics: ...
 
+    def offload(self) -> None:
+        """Weights, optimizer state and gradient buffers to host memory; not collective. What
+        computes brings back what it needs, and leaves the device as it found it.
+        """
+        ...
+
+    def onload(self) -> None:
+        """Back to the device, to stay; bit for bit but for gradients, which are zero."""
+        ...
+
     def weights(self) -> WeightSource: ...
 
 
 class Critic(Protocol):
-    """A value model in training, beside an actor in the same layout. Collective likewise."""
+    """A value model in training beside an actor, in its layout or in another. Collective likewise;
+    it has ``offload`` and ``onload`` as an actor has.
+    """
 
     def values(self, plan: TrainPlan) -> None:
         """Fill every row's ``values`` (last stage only)."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.conftest import Inputs, Launch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # The critic warms up for a step, by an optimizer of its own; the reference moves after step 2.
 SETTINGS = (
@@ -61,9 +61,7 @@ def test_ppo_trains_reports_and_resumes(
         return started.metrics()
 
     names = ("value/loss", "value/explained_variance", "critic/grad_norm", "kl/old_policy")
-    for m in replay(
-        "idle", "memory.offload=idle"
-    ):  # to the last bit, wherever models lie meanwhile
+    for m in replay("idle", "memory.offload=idle"):  # wherever models lie, the same bits
         for name in (*names, *(["policy/loss"] if m["step"] > 1 else [])):
             assert m[name] == resumed[int(m["step"])][name], (m["step"], name)
     for m in replay("layout", "critic.parallel={tp: 2}"):
