@@ -290,7 +290,14 @@ UNCLIPPED = {  # the clip could take the one token there is
 }
 
 
-@pytest.mark.parametrize("batch", ["one token", "one chunk", "fewer than ranks"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "one token",
+        pytest.param("one chunk", marks=pytest.mark.slow),
+        pytest.param("fewer than ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loss_of_few_tokens_has_one_processs_gradients(
     pool: WorkerPool, tiny_model: Path, head: torch.Tensor, batch: str
 ) -> None:

@@ -24,11 +24,11 @@ VPP2 = {"pp": 2, "vpp": 2}
 PAIRS = [
     ({"tp": 2}, {"dp": 2}),
     ({"tp": 2}, {"pp": 2}),
-    ({"tp": 2}, {"cp": 2}),
     ({"dp": 2}, {"tp": 2}),
     *(
         pytest.param(*pair, marks=pytest.mark.slow)
         for pair in [
+            ({"tp": 2}, {"cp": 2}),
             ({"pp": 2}, {"tp": 2}),
             ({"cp": 2}, {"tp": 2}),
             (EP2, {"tp": 2}),

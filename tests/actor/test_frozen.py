@@ -29,8 +29,8 @@ CASES = {
 }
 # What the Hugging Face names of the frozen tensors are, where patterns name Megatron's
 HF_NAMES = {"by Megatron's names": ["model.layers.2.self_attn.*", "lm_head.weight"]}
-LAYOUTS: list[Any] = [{"dp": 2, "ep": 2}, {"pp": 2, "vpp": 2}]
-REST = ({"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2})
+LAYOUTS: list[Any] = [{"dp": 2, "ep": 2}]
+REST = ({"pp": 2, "vpp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2})
 LAYOUTS += [pytest.param(x, marks=pytest.mark.slow) for x in REST]
 
 

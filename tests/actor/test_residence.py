@@ -27,7 +27,7 @@ slow = pytest.mark.slow
     ("layout", "sections"),
     [
         (EP2, BF16),
-        ({}, PLAIN),
+        pytest.param({}, PLAIN, marks=slow),
         pytest.param(VPP2, SHARDED, marks=slow),
         pytest.param({"tp": 2}, BF16, marks=slow),
         pytest.param({"cp": 2}, SHARDED, marks=slow),
@@ -70,7 +70,7 @@ def test_of_actor_and_critic_one_is_on_the_device_at_a_time(
     ("layout", "sections"),
     [
         (VPP2, BF16),
-        (EP2, {**SHARDED, "memory": {"offload": "idle"}}),
+        pytest.param(EP2, {**SHARDED, "memory": {"offload": "idle"}}, marks=slow),
         pytest.param({"tp": 2}, BF16, marks=slow),
         pytest.param({}, PLAIN, marks=slow),
     ],
