@@ -28,6 +28,7 @@ LAYERS = [
     {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
     {
         "loop",
+        "parts",
         "planning",
         "experience",
         "sources",

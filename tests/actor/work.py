@@ -22,9 +22,9 @@ from megarl.data.nodes import Nodes
 from megarl.data.recorded import read_samples, recorded_steps
 from megarl.errors import MegarlError
 from megarl.experience import complete_plan
-from megarl.loop import ranks_of
 from megarl.models.mapping import ModelMapping
 from megarl.models.spec import read_spec
+from megarl.parts import ranks_of
 from megarl.planning import plan_step
 from megarl.types import Sample, TrainPlan
 from tests.actor.compare import mesh_of

@@ -19,8 +19,8 @@ from megarl.actor.state import load_model, load_trained, save_model, save_traine
 from megarl.algos.control import Controllers
 from megarl.config.schema import Config
 from megarl.experience import complete_plan, make_plan
-from megarl.loop import ranks_of
 from megarl.models.spec import read_spec
+from megarl.parts import ranks_of
 from megarl.relayout import move
 from megarl.types import PackedBatch, Sample, StepMetrics, TrainPlan
 from tests.actor.work import config_for, mesh_of

@@ -11,7 +11,7 @@ from megarl.algos.control import Controllers
 from megarl.algos.objective import Objective
 from megarl.config.schema import Config
 from megarl.experience import complete_plan
-from megarl.loop import ranks_of
+from megarl.parts import ranks_of
 from megarl.types import PackedBatch, Sample, TrainPlan
 from tests.actor.work import config_for, gradients, make_actor, plan_for
 

@@ -1,0 +1,227 @@
+"""What a run is made of, on one rank: built from its configuration, in the order of dependence, and
+brought to the step that it goes on from.
+"""
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megarl.actor.actor import MegatronActor, build_actor
+from megarl.actor.critic import MegatronCritic, build_critic, load_start
+from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_parallel
+from megarl.actor.state import load_model, load_trained
+from megarl.actor.trained import TrainedModel
+from megarl.algos.control import Controllers
+from megarl.checkpoint.manager import CRITIC, MEGATRON, REFERENCE, CheckpointManager
+from megarl.config.load import dump_given, dump_resolved
+from megarl.config.schema import Config, ParallelSection
+from megarl.config.training import critic_optimizer_steps, optimizer_steps
+from megarl.data.nodes import Nodes, find_nodes
+from megarl.errors import RunError
+from megarl.experience import Ranks, moving_reference, needs_reference
+from megarl.hostcomm import agree, broadcast_json, gather_and_share
+from megarl.mesh import Mesh
+from megarl.models.settings import model_spec
+from megarl.models.spec import read_spec
+from megarl.monitor.reporter import Reporter
+from megarl.monitor.timing import PhaseTimer
+from megarl.operators import agreed_backends, check_kernels, describe
+from megarl.rundir import RunDir
+from megarl.sources import SOURCES, Source, Surroundings
+from megarl.stopping import StopRequest
+from megarl.types import Job
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Parts:
+    """What a run is made of, on this rank."""
+
+    config: Config
+    rundir: RunDir
+    parallel: Parallel
+    actor: MegatronActor
+    critic: MegatronCritic | None
+    source: Source
+    checkpoints: CheckpointManager
+    reporter: Reporter
+    timer: PhaseTimer
+    stop: StopRequest
+    controllers: Controllers
+    nodes: Nodes
+    ops: dict[str, str]  # which implementation of every op runs
+    saves_reference: bool  # it is or may become another than the model the run started from
+
+    @property
+    def trained(self) -> dict[str, TrainedModel]:
+        """What a checkpoint holds, by folder."""
+        return _trained(self.actor, self.critic)
+
+
+def build(
+    config: Config, rundir: RunDir, job: Job, stop: StopRequest, stack: ExitStack
+) -> tuple[Parts, int]:
+    """Every part, and the step to go on from."""
+    spec = model_spec(config.model)
+    stop.where = "joining the other ranks"
+    seed, timeout_s = config.run.seed, config.run.timeout_s
+    parallel = init_parallel(
+        mesh_of(config.parallel), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
+    )
+    stack.callback(destroy_parallel)
+    stop.where = "checking the compiled operators"
+    ops = agreed_backends(parallel.device, parallel.host)
+    check_kernels(parallel.device, parallel.host)
+    log.info(describe(ops, parallel.device))
+    resume = _open_run(config, rundir, parallel, stack)
+    stop.where = "building the model"
+    actor = build_actor(config, spec, parallel, optimizer_steps(config))
+    critic = _build_critic(config, parallel)
+    checkpoints = CheckpointManager(
+        rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
+    )
+    _load_start(config, stop, actor, critic, resumed=resume is not None)
+    folder = rundir.checkpoints / f"step_{resume}"
+    has_reference = _start_reference(config, stop, actor, folder / REFERENCE)
+    step = resume or 0
+    loop_state: dict[str, Any] | None = None
+    if resume is not None:
+        stop.where = f"loading checkpoint {resume}"
+        loop_state = checkpoints.loop_state(resume)
+        for name, model in _trained(actor, critic).items():
+            load_trained(model, folder / name)
+    reporter = Reporter(
+        rundir,
+        total_steps=config.run.steps,
+        rank=parallel.rank,
+        tensorboard=config.monitor.tensorboard,
+        resume_step=resume,
+    )
+    stack.callback(reporter.close)
+    reporter.note(describe(ops, parallel.device))
+    stop.where = "starting the source of samples"
+    nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
+    surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop)
+    source = SOURCES[config.run.mode](surroundings)
+    stack.callback(source.close)
+    controllers = Controllers.of(config.algo)
+    if loop_state is not None:
+        source.load_state(loop_state["source"])
+        controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
+    parts = Parts(
+        *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),
+        *(PhaseTimer(), stop, controllers, nodes, ops),
+        has_reference or moving_reference(config),
+    )
+    return parts, step
+
+
+def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, TrainedModel]:
+    return {MEGATRON: actor} if critic is None else {MEGATRON: actor, CRITIC: critic}
+
+
+def _build_critic(config: Config, parallel: Parallel) -> MegatronCritic | None:
+    if config.critic.lr is None:
+        return None
+    mesh = mesh_of(config.critic_parallel)
+    beside = init_beside(parallel, mesh, timeout_s=config.run.timeout_s)
+    spec = read_spec(config.critic_hf, for_values=True)
+    return build_critic(config, spec, beside, critic_optimizer_steps(config))
+
+
+def _load_start(
+    config: Config,
+    stop: StopRequest,
+    actor: MegatronActor,
+    critic: MegatronCritic | None,
+    *,
+    resumed: bool,
+) -> None:
+    """Weights of the checkpoints that the run starts from. A resumed run has its own, but its
+    reference policy may be the one of its start.
+    """
+    path = config.model.load
+    if path is not None and (not resumed or needs_reference(config)):
+        stop.where = f"loading {path}"
+        with actor.resident():
+            load_model(actor.model, actor.parallel, path / MEGATRON)
+            actor.optimizer.reload_model_params()
+    if critic is not None and config.critic_load is not None and not resumed:
+        stop.where = f"loading {config.critic_load} into the critic"
+        load_start(critic, config.critic_load)
+
+
+def _start_reference(config: Config, stop: StopRequest, actor: MegatronActor, saved: Path) -> bool:
+    """The reference policy that a resumed run left, or the model as it is now, if one is wanted.
+    Whether one was left.
+    """
+    if saved.is_dir():
+        stop.where = f"loading {saved}"
+        actor.load_reference(saved)
+    elif needs_reference(config):
+        actor.keep_reference()
+    return saved.is_dir()
+
+
+def ranks_of(parallel: Parallel) -> Ranks:
+    return Ranks(
+        gather=partial(gather_and_share, group=parallel.host),
+        holds=parallel.last_stage,
+        speaks=parallel.speaks_for_rows,
+    )
+
+
+def mesh_of(p: ParallelSection) -> Mesh:
+    return Mesh(
+        tp=p.tp,
+        pp=p.pp,
+        cp=p.cp,
+        dp=p.dp,
+        ep=p.ep,
+        etp=p.etp or p.tp,
+        vpp=p.vpp,
+        first_layers=p.first_layers,
+        last_layers=p.last_layers,
+    )
+
+
+def _open_run(config: Config, rundir: RunDir, parallel: Parallel, stack: ExitStack) -> int | None:
+    """Take the run directory; the step to resume from, None for a new run. Same answer on every
+    rank.
+    """
+    error: Exception | None = None
+    resume: int | None = None
+    if parallel.rank == 0:
+        try:
+            resume = _claim(config, rundir, stack)
+        except Exception as e:
+            error = e
+    agree(error, parallel.host, "opening the run directory")
+    found: int | None = broadcast_json(resume, 0, parallel.host)
+    return found
+
+
+def _claim(config: Config, rundir: RunDir, stack: ExitStack) -> int | None:
+    stack.enter_context(rundir.lock())
+    resume = None
+    if rundir.holds_a_run():
+        if not config.run.resume:
+            raise RunError(
+                f"{rundir.root} already holds a run; set run.resume=true to go on with it, "
+                "or another run.dir"
+            )
+        steps = CheckpointManager.complete_steps(rundir.checkpoints)
+        if not steps:
+            raise RunError(
+                f"run.resume is true, but {rundir.checkpoints} holds no complete checkpoint"
+            )
+        resume = steps[-1]
+    elif config.run.resume:
+        raise RunError(f"run.resume is true, but {rundir.root} holds no run")
+    rundir.config.write_text(dump_given(config))
+    rundir.resolved_config.write_text(dump_resolved(config))
+    return resume
