@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megarl.data.packing import plan_rows
+from megarl.models.flops import pass_flops
+from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.actor.split_cases import masked
 from tests.helpers.dist import WorkerPool
@@ -117,6 +119,7 @@ def packed(layout: dict[str, int], row_tokens: int) -> list[list[int]]:
         segment_multiple=mesh.segment_multiple,
         row_multiple=mesh.row_multiple,
         rows_multiple=mesh.rows_multiple,
+        flops=pass_flops(read_spec(tiny_model)),
     )
     rows = [row for rank in plan.rows for row in rank]
     assert len(rows) >= mesh.dp * mesh.rows_multiple and all(rows)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from megarl.data.packing import plan_rows
+from megarl.models.flops import pass_flops
+from megarl.models.spec import read_spec
 from tests.actor import compare
 from tests.actor.split_cases import (
     ALGOS,
@@ -91,7 +93,7 @@ def test_stages_exchange_rows_of_several_lengths(
 
 
 @pytest.mark.parametrize("layout", [*STAGES, *LARGE_STAGES], ids=str)
-def test_these_rows_are_of_several_lengths(layout: dict[str, int]) -> None:
+def test_these_rows_are_of_several_lengths(tiny_model: Path, layout: dict[str, int]) -> None:
     """Guards the tests of it."""
     mesh = compare.mesh_of(layout)
     lengths = [len(sample.tokens) for sample in batches()["ragged"]]
@@ -103,6 +105,7 @@ def test_these_rows_are_of_several_lengths(layout: dict[str, int]) -> None:
         row_multiple=mesh.row_multiple,
         rows_multiple=mesh.rows_multiple,
         buckets=3,
+        flops=pass_flops(read_spec(tiny_model)),
     )
     assert len(set(plan.lengths)) > 1
 
