@@ -93,7 +93,7 @@ FOUR_RANKS = [{"tp": 2, "pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}, {"tp": 2, "cp": 
 def test_it_is_the_mean_over_rows_of_the_formula(
     pool: WorkerPool, tiny_model: Path, layout: dict[str, int], row_tokens: int
 ) -> None:
-    reference = expected(tiny_model, packed(layout, row_tokens))
+    reference = expected(tiny_model, packed(tiny_model, layout, row_tokens))
     assert_gradients(found(pool, tiny_model, layout, row_tokens), reference)
 
 
@@ -106,11 +106,11 @@ WHOLE_ROWS = [{"dp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}]  # of split ones upstre
     ids=str,
 )
 def test_the_z_loss_likewise(pool: WorkerPool, tiny_model: Path, layout: dict[str, int]) -> None:
-    reference = expected(tiny_model, packed(layout, 60), "z_loss_coeff")
+    reference = expected(tiny_model, packed(tiny_model, layout, 60), "z_loss_coeff")
     assert_gradients(found(pool, tiny_model, layout, 60, "z_loss_coeff"), reference)
 
 
-def packed(layout: dict[str, int], row_tokens: int) -> list[list[int]]:
+def packed(hf: Path, layout: dict[str, int], row_tokens: int) -> list[list[int]]:
     mesh = mesh_of(layout)
     plan = plan_rows(
         [len(s.tokens) for s in SAMPLES],
@@ -119,7 +119,7 @@ def packed(layout: dict[str, int], row_tokens: int) -> list[list[int]]:
         segment_multiple=mesh.segment_multiple,
         row_multiple=mesh.row_multiple,
         rows_multiple=mesh.rows_multiple,
-        flops=pass_flops(read_spec(tiny_model)),
+        flops=pass_flops(read_spec(hf)),
     )
     rows = [row for rank in plan.rows for row in rank]
     assert len(rows) >= mesh.dp * mesh.rows_multiple and all(rows)
