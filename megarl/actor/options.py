@@ -101,15 +101,6 @@ def counts_padding_out(config: Any) -> bool:
     )
 
 
-def freeze_routers(model: list[torch.nn.Module]) -> None:
-    """Neither routers' parameters nor their biases per expert are updated."""
-    for chunk in model:
-        for name, module in chunk.named_modules():
-            if name.endswith(".router"):
-                module.requires_grad_(False)
-                module.frozen_expert_bias = True
-
-
 def ddp_options(config: Config) -> dict[str, Any]:
     return {
         "grad_reduce_in_fp32": config.precision.grad_reduce_dtype == "fp32",

@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
-from megarl.actor.options import ddp_options, freeze_routers
+from megarl.actor.options import ddp_options
 from megarl.actor.residence import PARTS, Evicted, evict
 from megarl.actor.setup import Parallel
 from megarl.actor.step import OnOutput, run_schedule, samples_at
@@ -205,8 +205,6 @@ def in_training(
     core: list[Any], dtype: torch.dtype, config: Config, optimizer_steps: int
 ) -> dict[str, Any]:
     """The chunks in DDP, their optimizer and its schedule, by the names of ``TrainedModel``."""
-    if config.moe.freeze_router:
-        freeze_routers(core)
     model = wrap_ddp(core, dtype, ddp_options(config))
     optimizer = build_optimizer(config, dtype, model)
     megatron = core[0].config

@@ -84,10 +84,6 @@ class MoeSection(Section):
     far it moves in an optimizer step. 0 keeps it: what moves the choice of experts without a
     gradient also moves it away from what the servers sampled with.
     """
-    freeze_router: bool = False
-    """The router's weights do not change, nor does a bias per expert: what each expert is for stays
-    as it was trained.
-    """
 
 
 class ScheduleSection(Section):

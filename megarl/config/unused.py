@@ -220,11 +220,6 @@ RULES = (
         ("moe.flex_backend",),
         "it is of moe.token_dispatcher=flex",
     ),
-    Rule(
-        lambda c, _: c.moe.freeze_router,
-        ("moe.router_bias_update_rate",),
-        "moe.freeze_router=true: the router's bias does not move",
-    ),
 )
 
 

@@ -127,9 +127,6 @@ ROWS = (
         {"model.gradient_accumulation_fusion": True}),
 )  # fmt: skip
 
-# Settings of the same sections that no object of Megatron's holds, and the test that shows them.
-ELSEWHERE = {"moe.freeze_router": "tests/actor/test_experts.py::test_a_frozen_router_stays"}
-
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
     """Dotted keys as sections."""

@@ -23,28 +23,6 @@ def trained(pool: WorkerPool, hf: Path, layout: dict[str, int], **sections: Any)
     )
 
 
-@pytest.mark.parametrize(
-    "layout, optim",
-    [
-        ({"dp": 2, "ep": 2}, {"distributed": True}),
-        pytest.param({}, {"distributed": False}, marks=slow),
-        pytest.param({"tp": 2}, {"distributed": True}, marks=slow),
-        pytest.param({"pp": 2}, {"distributed": False}, marks=slow),
-    ],
-    ids=str,
-)
-def test_a_frozen_router_stays(
-    pool: WorkerPool, tiny_model: Path, layout: dict[str, int], optim: dict[str, Any]
-) -> None:
-    for freeze in (True, False):
-        results = trained(pool, tiny_model, layout, moe={"freeze_router": freeze}, optim=optim)
-        moved = {name: far for part in results for name, far in part["moved"].items()}
-        routers = [far for name, far in moved.items() if name.endswith("mlp.gate.weight")]
-        others = [far for name, far in moved.items() if not name.endswith("mlp.gate.weight")]
-        assert len(routers) == 4 and all((far == 0) == freeze for far in routers)
-        assert all(far > 0 for far in others)
-
-
 @slow
 def test_the_router_in_double_precision_chooses_the_same_and_weighs_finer(
     pool: WorkerPool, tiny_model: Path

@@ -26,8 +26,14 @@ def biases(
     """
     from megatron.core import parallel_state
 
-    moe = {"freeze_router": True} if frozen else {"router_bias_update_rate": RATE}
-    config = config_for(hf, **{"algo": {"minibatches": 1}, "moe": moe, **sections})
+    given = {
+        "algo": {"minibatches": 1},
+        "moe": {"router_bias_update_rate": RATE},
+        "train": {"frozen": ["*.mlp.gate.weight"] if frozen else []},
+    }
+    for section, values in sections.items():
+        given[section] = {**given.get(section, {}), **values}
+    config = config_for(hf, **given)
     actor = make_actor(config, layout)
     try:
         for samples in steps:

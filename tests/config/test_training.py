@@ -144,8 +144,6 @@ def test_an_older_version_is_named_with_what_is_there() -> None:
         (["moe.token_dispatcher=allgather"], 0, "moe.token_dispatcher"),
         (["overlap.moe_shared_expert=true"], 0, "overlap.moe_shared_expert"),
         (["moe.flex_backend=hybridep"], 8, "moe.flex_backend"),
-        (["moe={freeze_router: true, router_bias_update_rate: 0.1}"], 8,
-         "moe.router_bias_update_rate"),
     ],
 )  # fmt: skip
 def test_a_setting_without_effect_is_named(overrides: list[str], experts: int, key: str) -> None:
