@@ -47,7 +47,8 @@ def test_ppo_trains_reports_and_resumes(
     assert (run / "checkpoints/step_3/critic/metadata.json").is_file()
     assert (run / "checkpoints/step_3/reference/metadata.json").is_file()
 
-    resumed = start("run.steps=4", "run.resume=true", "monitor.record_rollouts=true")
+    again = ("run.resume=true", "memory.offload=idle", "monitor.record_rollouts=true")
+    resumed = start("run.steps=4", *again)
     assert [m["step"] for m in resumed] == [0, 1, 2, 3, 4]
     assert resumed[4]["kl/old_policy"] > 1e-9
 
