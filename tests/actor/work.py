@@ -14,6 +14,7 @@ from megarl.actor.actor import MegatronActor, build_actor
 from megarl.actor.arguments import transformer_config
 from megarl.actor.export import MegatronWeights
 from megarl.actor.names import global_parameters, unwrap
+from megarl.actor.options import plain_options
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.algos.control import Controllers
 from megarl.config.schema import Config
@@ -190,7 +191,7 @@ def upstream_layers(
     for layout, layers in layouts:
         mesh = mesh_of(layout)
         spec = replace(read_spec(hf), layers=layers, moe_layers=(True,) * layers)
-        config = transformer_config(spec, mesh, torch.float32)
+        config = transformer_config(spec, mesh, torch.float32, plain_options())
         stages = [[chunk(config, r, k) for k in range(mesh.vpp)] for r in range(mesh.pp)]
         found.append(stages)
     return found

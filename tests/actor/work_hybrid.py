@@ -23,6 +23,7 @@ from megarl.actor.attention_packed import RMSNorm
 from megarl.actor.layers import layer_spec
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, padded_vocab
+from megarl.actor.options import plain_options
 from megarl.actor.rotary import PackedRotaryEmbedding
 from megarl.actor.setup import Parallel, init_parallel
 from megarl.actor.state import _metadata
@@ -81,7 +82,7 @@ def without_a_norm_of_its_own(rank: int, hf: Path) -> None:
 def build_hybrid(spec: ModelSpec, parallel: Parallel, stack: type[HybridStack]) -> list[Any]:
     """One model a chunk, as ``build_model`` has them; weights uninitialised."""
     mesh = parallel.mesh
-    config = transformer_config(spec, mesh, torch.float32)
+    config = transformer_config(spec, mesh, torch.float32, plain_options())
     config.num_layers = 2 * spec.layers  # attention and feed-forward parts count as layers
     config.moe_layer_freq = [int(m) for moe in spec.moe_layers for m in (False, moe)]
     if spec.windows:
