@@ -8,20 +8,11 @@ from megarl.models.config_json import ConfigReader
 from megarl.models.mapping import Rule
 from megarl.models.parts import Mla
 from megarl.models.rules import (
-    DENSE_MLP,
     EMBEDDING_WITH_COPIES,
-    EXPERT_BIAS,
-    EXPERTS,
-    FINAL_NORM,
-    HEAD_WITH_COPIES,
     INPUT_NORM,
-    MTP,
     OUT_PROJ,
-    PRE_MLP_NORM,
-    ROUTER,
-    SHARED_EXPERTS,
 )
-from megarl.models.sigmoid_moe import READS, feed_forward
+from megarl.models.sigmoid_moe import BEHIND_ATTENTION, READS, feed_forward
 from megarl.models.spec import ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # of transformers and the published code, whatever rms_norm_eps is
@@ -70,15 +61,7 @@ def rules(spec: ModelSpec) -> tuple[Rule, ...]:
         *(LATENT_QUERIES if spec.mla.q_rank else DIRECT_QUERIES),
         *KEYS_AND_VALUES,
         OUTPUT,
-        PRE_MLP_NORM,
-        *DENSE_MLP,
-        ROUTER,
-        EXPERT_BIAS,
-        *EXPERTS,
-        *SHARED_EXPERTS,
-        *MTP,
-        FINAL_NORM,
-        HEAD_WITH_COPIES,
+        *BEHIND_ATTENTION,
     )
 
 

@@ -5,23 +5,14 @@ q/k norms, and the feed-forward part of ``sigmoid_moe.py``.
 from megarl.models.config_json import ConfigReader
 from megarl.models.mapping import Rule
 from megarl.models.rules import (
-    DENSE_MLP,
     EMBEDDING_WITH_COPIES,
-    EXPERT_BIAS,
-    EXPERTS,
-    FINAL_NORM,
-    HEAD_WITH_COPIES,
     INPUT_NORM,
-    MTP,
     OUT_PROJ,
-    PRE_MLP_NORM,
     QK_NORMS,
     QKV,
     QKV_BIAS,
-    ROUTER,
-    SHARED_EXPERTS,
 )
-from megarl.models.sigmoid_moe import READS, feed_forward
+from megarl.models.sigmoid_moe import BEHIND_ATTENTION, READS, feed_forward
 from megarl.models.spec import ModelSpec
 
 
@@ -33,15 +24,7 @@ def rules(spec: ModelSpec) -> tuple[Rule, ...]:
         *([QKV_BIAS] if spec.qkv_bias else []),
         *(QK_NORMS if spec.qk_norm else []),
         OUT_PROJ,
-        PRE_MLP_NORM,
-        *DENSE_MLP,
-        ROUTER,
-        EXPERT_BIAS,
-        *EXPERTS,
-        *SHARED_EXPERTS,
-        *MTP,
-        FINAL_NORM,
-        HEAD_WITH_COPIES,
+        *BEHIND_ATTENTION,
     )
 
 

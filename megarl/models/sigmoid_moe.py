@@ -1,4 +1,4 @@
-"""config.json of the families with DeepSeek-V3's feed-forward part: dense first layers, then
+"""What families with DeepSeek-V3's feed-forward part have in common: dense first layers, then
 experts behind a sigmoid router whose choice a bias moves, shared experts beside them, and
 multi-token prediction layers behind the last.
 """
@@ -6,6 +6,30 @@ multi-token prediction layers behind the last.
 from typing import Any
 
 from megarl.models.config_json import ConfigReader
+from megarl.models.mapping import Rule
+from megarl.models.rules import (
+    DENSE_MLP,
+    EXPERT_BIAS,
+    EXPERTS,
+    FINAL_NORM,
+    HEAD_WITH_COPIES,
+    MTP,
+    PRE_MLP_NORM,
+    ROUTER,
+    SHARED_EXPERTS,
+)
+
+BEHIND_ATTENTION: tuple[Rule, ...] = (  # of a family's table, from there to its end
+    PRE_MLP_NORM,
+    *DENSE_MLP,
+    ROUTER,
+    EXPERT_BIAS,
+    *EXPERTS,
+    *SHARED_EXPERTS,
+    *MTP,
+    FINAL_NORM,
+    HEAD_WITH_COPIES,
+)
 
 READS = ("num_nextn_predict_layers",)  # of ``config_json.HARMLESS``
 
