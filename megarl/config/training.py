@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megarl.config.layout import Dims
-from megarl.config.schema import Config, OptimSection
+from megarl.config.schema import Config, OptimSection, ParallelSection
 from megarl.errors import Problem
 
 
@@ -99,9 +99,15 @@ def _recompute(config: Config, dims: Dims) -> Iterator[Problem]:
         if "shared_experts" in recompute.modules and config.overlap.moe_shared_expert:
             accepted = "modules without shared_experts, with overlap.moe_shared_expert"
             yield Problem(key, "shared_experts", accepted)
-    chunk = dims.layers // (p.pp * p.vpp)
+    chunk = _largest_stage(p, dims.layers) // p.vpp
     if recompute.granularity == "full" and recompute.num_layers > max(chunk, 1):
-        accepted = f"at most the {chunk} layers of a chunk (num_hidden_layers / pp / vpp)"
+        accepted = f"at most the {chunk} layers of the largest chunk of a pipeline stage"
         yield Problem("recompute.num_layers", str(recompute.num_layers), accepted)
     if config.overlap.moe_shared_expert and dims.experts and not dims.shared_ffn:
         yield Problem("overlap.moe_shared_expert", "true", "false: the model has no shared experts")
+
+
+def _largest_stage(p: ParallelSection, layers: int) -> int:
+    given = [n for n in (p.first_layers, p.last_layers) if n is not None]
+    others = p.pp - len(given)
+    return max([*given, (layers - sum(given)) // others] if others > 0 else given)
