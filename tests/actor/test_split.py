@@ -63,11 +63,11 @@ def test_a_layout_equals_one_process(
 
 
 SLOW = [
-    pytest.param(layout, marks=pytest.mark.slow) for layout in ({"dp": 2}, {"cp": 2}, {"tp": 2})
+    pytest.param(layout, marks=pytest.mark.slow) for layout in ({}, {"dp": 2}, {"cp": 2}, {"tp": 2})
 ]
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2, "ep": 2}, *SLOW], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, *SLOW], ids=str)
 def test_rows_of_several_lengths_equal_one_process(
     pool: WorkerPool,
     tiny_model: Path,
