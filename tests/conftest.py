@@ -1,12 +1,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl import cli
 from tests.helpers.dist import WorkerPool
 
 # As in every process of a run, and for those that tests start: more threads than cores wait for
@@ -14,6 +15,8 @@ from tests.helpers.dist import WorkerPool
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
+
+Megarl = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +45,20 @@ def make_tiny_model(out: Path, *arguments: str) -> Path:
     tool = str(ROOT / "tools" / "make_tiny_model.py")
     subprocess.run([sys.executable, tool, str(out), *arguments], check=True, timeout=120)
     return out
+
+
+@pytest.fixture
+def megarl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Megarl:
+    """``megarl("config", "check", ...) -> (exit code, stdout, stderr)``"""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["megarl", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else int(bool(e.code))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run

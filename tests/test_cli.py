@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import yaml
 from megarl import cli
 from megarl.monitor.samples import SampleText, write_samples
 from megarl.rundir import RunDir, write_json
+from tests.conftest import Megarl
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -41,25 +41,6 @@ MODEL = {
     "torch_dtype": "float32",
     "vocab_size": 24,
 }
-
-Megarl = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def megarl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Megarl:
-    """``megarl("config", "check", ...) -> (exit code, stdout, stderr)``"""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["megarl", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else int(bool(e.code))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

@@ -1,15 +1,13 @@
 """``megarl plan`` as a user types it."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl import cli
 from megarl.models.spec import FAMILIES
+from tests.conftest import Megarl
 from tests.plan.published import PUBLISHED
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -22,22 +20,11 @@ GPUS = {
     "gpt-oss-120b": 64,
 }
 
-Megarl = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def megarl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Megarl:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["megarl", "plan", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else int(bool(e.code))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def megarl(megarl: Megarl) -> Megarl:
+    """``megarl plan ...``"""
+    return lambda *arguments: megarl("plan", *arguments)
 
 
 def record(megarl: Megarl, *arguments: object) -> dict[str, Any]:
