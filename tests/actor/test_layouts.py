@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.recorded import recorded_path, write_samples
 from tests.actor import compare
 from tests.helpers.dist import WorkerPool
-from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
 
@@ -48,15 +46,6 @@ FOUR_RANKS = [
     {"pp": 2, "vpp": 2, "cp": 2},
 ]
 LAYOUTS = [*TWO_RANKS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in FOUR_RANKS)]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps of rollouts as a run records them: ragged, with holes, some groups all equal."""
-    folder = tmp_path_factory.mktemp("rollouts")
-    for step in (1, 2):
-        write_samples(recorded_path(folder, step), random_samples(8, 4, seed=step))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.recorded import recorded_path, write_samples
 from megarl.ops import native_devices
 from tests.actor import compare
 from tests.actor.split_cases import ALGOS, BOTH, LARGE, LAYOUTS, MANY_ROWS, batches, cases, evaluate
 from tests.helpers.dist import WorkerPool
-from tests.helpers.samples import random_samples
 
 pytestmark = [
     pytest.mark.dist,
@@ -48,14 +46,6 @@ def large_pools() -> Iterator[Pools]:
     yield workers
     for each in workers.values():
         each.close()
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rollouts")
-    for step in (1, 2):
-        write_samples(recorded_path(folder, step), random_samples(8, 4, seed=step))
-    return folder
 
 
 def test_workers_run_the_operators_they_were_asked_for(pools: Pools, tiny_model: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.data.recorded import recorded_path, write_samples
 from tests.actor import compare
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model
@@ -29,14 +28,6 @@ VPP = {"pp": 2, "vpp": 2}
 
 def selective(*modules: str) -> dict[str, Any]:
     return {"recompute": {"granularity": "selective", "modules": modules}}
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rollouts")
-    for step in (1, 2):
-        write_samples(recorded_path(folder, step), random_samples(8, 4, seed=step))
-    return folder
 
 
 def train(
