@@ -86,7 +86,7 @@ def build(
     )
     _load_start(config, stop, actor, critic, resumed=resume is not None)
     folder = rundir.checkpoints / f"step_{resume}"
-    has_reference = _start_reference(config, stop, actor, folder / REFERENCE)
+    has_reference = _start_reference(config, stop, parallel, actor, folder / REFERENCE)
     step = resume or 0
     loop_state: dict[str, Any] | None = None
     if resume is not None:
@@ -155,16 +155,19 @@ def _load_start(
         load_start(critic, config.critic_load)
 
 
-def _start_reference(config: Config, stop: StopRequest, actor: MegatronActor, saved: Path) -> bool:
+def _start_reference(
+    config: Config, stop: StopRequest, parallel: Parallel, actor: MegatronActor, saved: Path
+) -> bool:
     """The reference policy that a resumed run left, or the model as it is now, if one is wanted.
-    Whether one was left.
+    Whether one was left, as rank 0 sees it: every rank takes the same way.
     """
-    if saved.is_dir():
+    left = bool(broadcast_json(saved.is_dir(), 0, parallel.host))
+    if left:
         stop.where = f"loading {saved}"
         actor.load_reference(saved)
     elif needs_reference(config):
         actor.keep_reference()
-    return saved.is_dir()
+    return left
 
 
 def ranks_of(parallel: Parallel) -> Ranks:

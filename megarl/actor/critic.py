@@ -27,6 +27,7 @@ from megarl.config.algo import ValueSection
 from megarl.config.schema import Config
 from megarl.data.kept_rows import Fault
 from megarl.errors import DataError
+from megarl.hostcomm import broadcast_json
 from megarl.models.hf_io import HfCheckpoint, open_checkpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import PackedBatch, StepMetrics, TrainPlan
@@ -161,11 +162,11 @@ def build_critic(
 
 def load_start(critic: MegatronCritic, checkpoint: Path) -> None:
     """The weights of a checkpoint's critic, or, where it has none, of its policy, which leave the
-    head as it is. Collective.
+    head as it is; rank 0 sees which it is. Collective.
     """
     own, policy = checkpoint / "critic", checkpoint / "megatron"
     with critic.resident():
-        if own.is_dir():
+        if broadcast_json(own.is_dir(), 0, critic.parallel.host):
             load_model(critic.model, critic.parallel, own)
         else:
             load_model(critic.model, critic.parallel, policy, but=HEAD)
