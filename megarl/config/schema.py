@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.config.algo import AlgoSection
+from megarl.config.fp8 import Fp8Section
 from megarl.config.megatron import (
     CpuOffloadSection,
     MoeSection,
@@ -92,6 +93,7 @@ class PrecisionSection(Section):
     """Of gradients, as they are accumulated over microbatches and reduced over ranks. bf16: half
     the memory and traffic, and sums of many rows lose bits.
     """
+    fp8: Fp8Section | None = None
 
 
 class OptimSection(Section):
