@@ -15,6 +15,7 @@ from pathlib import Path
 from megarl.errors import InstallError
 
 TE = "transformer-engine"
+TE_NEEDED = (2, 20)  # by layers that are made of it: the version that tests make them of
 _MUON = "emerging-optimizers"
 _MUON_VERSION = (0, 2)  # Megatron-core 0.19 looks at older ones as if they were absent
 
