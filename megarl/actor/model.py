@@ -53,7 +53,7 @@ def build_model(
 
 def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GPTModel:
     first = get_transformer_layer_offset(config, vp_stage=k, pp_rank=parallel.at.pp)
-    modules = modules_for(config.transformer_impl, spec)
+    modules = modules_for(config, spec)
     mine = spec.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=k)]
     model = GPTModel(
         config,

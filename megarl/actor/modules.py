@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -46,12 +47,12 @@ class Modules:
         return self.normed_column is not None
 
 
-def modules_for(transformer_impl: str, spec: ModelSpec) -> Modules:
-    """``transformer_impl``: of TransformerConfig."""
-    return _TABLE[transformer_impl](spec)
+def modules_for(config: Any, spec: ModelSpec) -> Modules:
+    """By ``transformer_impl`` of ``config``, a TransformerConfig."""
+    return _TABLE[config.transformer_impl](config, spec)
 
 
-def _local(spec: ModelSpec) -> Modules:
+def _local(config: Any, spec: ModelSpec) -> Modules:
     return Modules(
         norm=RMSNorm,
         column=ColumnParallelLinear,
@@ -64,18 +65,20 @@ def _local(spec: ModelSpec) -> Modules:
     )
 
 
-def _transformer_engine(spec: ModelSpec) -> Modules:
-    """Attention of models with sinks stays ours: Transformer Engine's has them for packed rows only
-    with cuDNN 9.18, and not with the exchange of keys and values that context parallelism uses.
+def _transformer_engine(config: Any, spec: ModelSpec) -> Modules:
+    """Where Transformer Engine's attention has no fast kernel, it stays ours: in fp32, and in
+    models with sinks, which it has for packed rows only with cuDNN 9.18, and not with the exchange
+    of keys and values that context parallelism uses.
     """
     te = TESpecProvider()
+    ours = spec.sinks or config.params_dtype == torch.float32
     return Modules(
         norm=te.layer_norm(rms_norm=True),
         column=te.column_parallel_linear(),
         row=te.row_parallel_linear(),
         whole=te.linear(),
         normed_column=te.column_parallel_layer_norm_linear(),
-        attention=PackedAttention if spec.sinks else te.core_attention(),
+        attention=PackedAttention if ours else te.core_attention(),
         latent_attention=LatentAttention,
         experts=te.grouped_mlp_modules,
     )
@@ -89,7 +92,7 @@ def _local_experts(grouped: bool) -> Any:
     return partial(SequentialMLP, submodules=one)
 
 
-_TABLE: dict[str, Callable[[ModelSpec], Modules]] = {
+_TABLE: dict[str, Callable[[Any, ModelSpec], Modules]] = {
     "local": _local,
     "transformer_engine": _transformer_engine,
 }

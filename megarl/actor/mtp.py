@@ -33,7 +33,7 @@ def attach_mtp(chunk: GPTModel, spec: ModelSpec) -> None:
     config: Any = copy.copy(chunk.config)
     config.mtp_num_layers = spec.mtp_layers
     config.transformer_impl = "local"
-    modules = modules_for("local", spec)
+    modules = modules_for(config, spec)
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
