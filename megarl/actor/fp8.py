@@ -39,7 +39,6 @@ BF16 = (
     "output_layer",  # a critic has its value head there
     "mlp.router",
     "mlp.shared_experts.gate_weight",
-    "self_attention.conv1d",  # of linear attention
 )
 
 Report = dict[str, dict[str, list[int]]]  # kind -> precision -> layers, [] outside of all
