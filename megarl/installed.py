@@ -2,9 +2,11 @@
 them: a broken one of them breaks whoever imports it.
 
 ``faults`` says which of them would make Megatron fail, or compute with the wrong package, and what
-to do about it; ``explain`` says it of an import that did fail.
+to do about it; ``explain`` says it of an import that did fail, ``import_fault`` by trying one.
 """
 
+import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -185,6 +187,23 @@ def explain(error: BaseException) -> InstallError | None:
                 "so megatron-core cannot either. Install it for this torch and CUDA, or run: "
                 f"pip uninstall {package}"
             )
+    return None
+
+
+@functools.cache
+def import_fault() -> str | None:
+    """The first error that importing Transformer Engine and its part for torch raises, None where
+    both load. Alone here it imports.
+
+    ``import transformer_engine`` succeeds where that part does not load (another torch, another
+    CUDA, a damaged file), and Megatron takes an ImportError on the way for absence; asking for the
+    part by itself tells why.
+    """
+    try:
+        for name in ("transformer_engine.common", "transformer_engine.pytorch"):
+            importlib.import_module(name)
+    except Exception as e:  # whatever a damaged installation raises
+        return f"{type(e).__name__}: {e}"
     return None
 
 

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
 
-from megarl.actor.engine import import_fault
 from megarl.actor.names import unwrap
 from megarl.config.fp8 import Fp8Section, row_alignment
 from megarl.errors import ConfigError, Problem
 from megarl.hostcomm import agree, gather_json
+from megarl.installed import import_fault
 
 KEY = "precision.fp8"
 PLAIN = "bf16"
