@@ -21,6 +21,7 @@ from megarl.errors import InstallError
 TE = "transformer-engine"
 _TE_TORCH = "transformer-engine-torch"
 _TE_CUDA = "transformer-engine-cu"  # and CUDA's major version: its kernels
+TE_NEEDED = (2, 20)  # by layers that are made of it: the version that tests make them of
 _MUON = "emerging-optimizers"
 _MUON_VERSION = (0, 2)  # Megatron-core 0.19 looks at older ones as if they were absent
 

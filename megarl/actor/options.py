@@ -14,7 +14,7 @@ from megarl.actor.fp8 import fp8_ddp_options, fp8_optimizer_options, fp8_options
 from megarl.config.megatron import MoeSection, MuonSection, OverlapSection, RecomputeSection
 from megarl.config.schema import Config, OptimSection, TrainSection
 from megarl.errors import ConfigError, Problem
-from megarl.installed import installed
+from megarl.installed import TE_NEEDED, installed
 from megarl.models.spec import ModelSpec
 
 _DTYPES = {
@@ -34,6 +34,7 @@ def transformer_options(config: Config, spec: ModelSpec) -> dict[str, Any]:
         reason = f"leave it out: the router of {spec.family} has no bias per expert"
         raise ConfigError([Problem(f"moe.{rate}", found, reason)])
     return {
+        **_implementation(transformer_impl(config)),
         **_recompute(config.recompute),
         **_overlap(config.overlap),
         **_experts(config.moe),
@@ -45,10 +46,27 @@ def transformer_options(config: Config, spec: ModelSpec) -> dict[str, Any]:
 def plain_options() -> dict[str, Any]:
     """Of a model that is built to be converted."""
     return {
+        **_implementation("local"),
         **_recompute(RecomputeSection()),
         **_overlap(OverlapSection()),
         **_experts(MoeSection()),
     }
+
+
+def _implementation(name: str) -> dict[str, Any]:
+    """Transformer Engine's modules are made on the device that they compute on: what it makes on
+    the CPU first it fills by way of the whole matrix, also where nothing is to be filled in.
+    """
+    return {"transformer_impl": name, "use_cpu_initialization": name == "local"}
+
+
+def transformer_impl(config: Config) -> str:
+    """What layers are made of: ``train.transformer_impl``, decided."""
+    if config.train.transformer_impl != "auto":
+        return config.train.transformer_impl
+    emulated = config.precision.fp8 is not None and config.precision.fp8.backend == "emulated"
+    usable = torch.cuda.is_available() and installed().transformer_engine >= TE_NEEDED
+    return "transformer_engine" if usable and not emulated else "local"
 
 
 def _recompute(section: RecomputeSection) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from megarl.config.fp8 import Fp8Section, contradictions, te_environment
 from megarl.config.layout import Dims
 from megarl.config.schema import Config, ParallelSection
 from megarl.errors import Problem
-from megarl.installed import Gpu, Installed
+from megarl.installed import TE_NEEDED, Gpu, Installed
 
 KEY = "precision.fp8"
 Version = tuple[int, int]
@@ -23,11 +23,8 @@ Version = tuple[int, int]
 
 @dataclass(frozen=True)
 class Needs:
-    """Of a recipe: the least version of Transformer Engine, GPU (and the first that is too new) and
-    CUDA.
-    """
+    """Of a recipe: the least GPU, and the first that is too new, and CUDA."""
 
-    engine: Version
     gpu: Version
     cuda: Version = (12, 1)
     below: Version | None = None
@@ -50,10 +47,10 @@ class Needs:
 
 
 NEEDS: Mapping[str, Needs] = {
-    "tensorwise": Needs((2, 2), (8, 9)),
-    "delayed": Needs((1, 11), (8, 9)),
-    "blockwise": Needs((2, 3), (9, 0), (12, 9)),
-    "mxfp8": Needs((2, 1), (10, 0), (12, 8), below=(12, 0)),
+    "tensorwise": Needs((8, 9)),
+    "delayed": Needs((8, 9)),
+    "blockwise": Needs((9, 0), (12, 9)),
+    "mxfp8": Needs((10, 0), (12, 8), below=(12, 0)),
 }
 
 
@@ -69,6 +66,10 @@ def fp8_problems(
     if config.precision.dtype != "bf16":
         accepted = f"bf16, or {KEY}: null: what is not in FP8 is bf16"
         yield Problem("precision.dtype", config.precision.dtype, accepted)
+    impl = {"te": "local", "emulated": "transformer_engine"}[section.backend]
+    if config.train.transformer_impl == impl:
+        accepted = f"auto, with {KEY}.backend={section.backend}, whose layers are others"
+        yield Problem("train.transformer_impl", impl, accepted)
     if section.recipe == "delayed":
         for name, count in _ends(section).items():
             accepted = "0, or another recipe: delayed updates the scales of all layers at once"
@@ -143,7 +144,7 @@ def fp8_hardware(config: Config, num_gpus: int, found: Installed) -> Iterator[Pr
     if section is None or section.backend != "te":
         return
     needs, key = NEEDS[section.recipe], f"{KEY}.backend"
-    version = f"{needs.engine[0]}.{needs.engine[1]} or newer"
+    version = f"{TE_NEEDED[0]}.{TE_NEEDED[1]} or newer"
     engine, gpu = found.transformer_engine, found.gpu
     otherwise = "emulated, or "
     if not engine:
@@ -152,10 +153,9 @@ def fp8_hardware(config: Config, num_gpus: int, found: Installed) -> Iterator[Pr
     elif found.engine_fault is not None:
         accepted = f"{otherwise}a Transformer Engine that works. {found.engine_fault}"
         yield Problem(key, "te", accepted)
-    elif engine < needs.engine:
+    elif engine < TE_NEEDED:
         there = f"{engine[0]}.{engine[1]} is installed"
-        accepted = f"{otherwise}Transformer Engine {version} for {section.recipe} ({there})"
-        yield Problem(key, "te", accepted)
+        yield Problem(key, "te", f"{otherwise}Transformer Engine {version} ({there})")
     elif num_gpus == 0:
         yield Problem(key, "te", f"{otherwise}{needs} (there are none)")
     elif gpu is not None and (fault := needs.fault(gpu)) is not None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from megarl.config.fp8_rules import NEEDS
 from megarl.installed import (
+    TE_NEEDED,
     Installed,
     apex_fault,
     engine_fault,
@@ -74,6 +75,8 @@ def fp8(found: Installed) -> Finding:
         missing = "Transformer Engine is not installed"
     elif found.engine_fault is not None:
         missing = "Transformer Engine does not work"
+    elif engine < TE_NEEDED:
+        missing = f"Transformer Engine {TE_NEEDED[0]}.{TE_NEEDED[1]} is needed"
     elif found.gpu is None:
         missing = "there is no GPU"
     if missing is not None or found.gpu is None:
@@ -81,8 +84,7 @@ def fp8(found: Installed) -> Finding:
     runs: list[str] = []
     lacking: list[str] = []
     for recipe, needs in NEEDS.items():
-        old = engine < needs.engine
-        fault = "Transformer Engine is too old" if old else needs.fault(found.gpu)
+        fault = needs.fault(found.gpu)
         (lacking if fault else runs).append(f"{recipe} ({fault})" if fault else recipe)
     detail = f"{', '.join(runs) or 'emulated only'}; not {', '.join(lacking)}" * bool(lacking)
     return Finding(name, "ok" if runs else "note", detail or ", ".join(runs))

@@ -66,6 +66,10 @@ def found(problems: Iterable[Problem]) -> dict[str, str]:
         (["precision.fp8={recipe: mxfp8, param_gather: true}", "algo.minibatches=2",
           "overlap={grad_reduce: true, param_gather: true}"], "overlap.param_gather",
          "true | false: with mxfp8"),
+        (["precision.fp8={}", "train.transformer_impl=local"], "train.transformer_impl",
+         "local | auto, with precision.fp8.backend=te"),
+        (["precision.fp8.backend=emulated", "train.transformer_impl=transformer_engine"],
+         "train.transformer_impl", "transformer_engine | auto, with"),
         (["precision.fp8.param_gather=true", "model.load=/c"], "model.load", "/c | null"),
         ([*CRITIC, "precision.fp8.param_gather=true", "critic.load=/c"], "critic.load", "null"),
     ],
@@ -120,9 +124,9 @@ def test_a_setting_without_effect_is_named(settings: str, names: list[str]) -> N
 
 LACKING: list[tuple[str, Installed, int, str, str]] = [
     ("{}", replace(H100, transformer_engine=()), 8, "precision.fp8.backend",
-     "te | emulated, or Transformer Engine 2.3 or newer (it is not installed)"),
-    ("{}", replace(H100, transformer_engine=(2, 2)), 8, "precision.fp8.backend",
-     "2.3 or newer for blockwise (2.2 is installed)"),
+     "te | emulated, or Transformer Engine 2.20 or newer (it is not installed)"),
+    ("{}", replace(H100, transformer_engine=(2, 19)), 8, "precision.fp8.backend",
+     "2.20 or newer (2.19 is installed)"),
     ("{}", replace(H100, engine_fault="built for another"), 8, "precision.fp8.backend",
      "built for another"),
     ("{}", replace(H100, gpu=None), 0, "precision.fp8.backend", "9.0 or higher, with CUDA 12.9"),
