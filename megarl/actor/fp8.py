@@ -223,9 +223,8 @@ def _of_module(module: Any, context: Found) -> Found:
 
     if not isinstance(module, TransformerEngineBaseModule):
         return Found(None, f"{kind} is no module of Transformer Engine")
-    decides = getattr(module, "will_execute_quantized", None)
-    if context.settings is not None and decides is not None and not decides(True):
-        return Found(None, f"{kind} leaves FP8 by a setting of its own")
+    if getattr(module, "te_quant_params", None) is not None:
+        return Found(None, f"{kind} has a recipe of its own, which no setting here gives it")
     return context
 
 
