@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megarl.actor.fp8 import fp8_ddp_options, fp8_optimizer_options, fp8_options
 from megarl.config.megatron import MoeSection, MuonSection, OverlapSection, RecomputeSection
 from megarl.config.schema import Config, OptimSection, TrainSection
 from megarl.config.training import FP8_LAYERS
@@ -38,6 +39,7 @@ def transformer_options(config: Config, spec: ModelSpec) -> dict[str, Any]:
         **_recompute(config.recompute),
         **_overlap(config.overlap),
         **_experts(config.moe),
+        **fp8_options(config.precision.fp8),
         "gradient_accumulation_fusion": fuses_gradients(config.train),
     }
 
@@ -126,6 +128,7 @@ def ddp_options(config: Config) -> dict[str, Any]:
         "use_distributed_optimizer": config.optim.distributed,
         "overlap_grad_reduce": config.overlap.grad_reduce,
         "overlap_param_gather": config.overlap.param_gather,
+        **fp8_ddp_options(config.precision.fp8),
     }
 
 
@@ -144,6 +147,7 @@ def optimizer_options(config: Config, dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "use_distributed_optimizer": optim.distributed,
         "overlap_param_gather": config.overlap.param_gather,
+        **fp8_optimizer_options(config.precision.fp8),
     }
     if optim.name == "muon":
         options |= _muon(optim.muon)

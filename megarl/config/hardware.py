@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from megarl.config.fp8_rules import fp8_hardware
 from megarl.config.schema import Config
 from megarl.errors import Problem
 from megarl.installed import TE_NEEDED, Installed
@@ -12,6 +13,7 @@ def hardware_problems(config: Config, num_gpus: int, found: Installed) -> Iterat
     yield from _layers(config, num_gpus, found)
     yield from _optimizer(config, num_gpus, found)
     yield from _experts(config, num_gpus, found)
+    yield from fp8_hardware(config, num_gpus, found)
     recompute = config.recompute
     if recompute.granularity == "selective":
         for module in ("layernorm", "mla_up_proj"):

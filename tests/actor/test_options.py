@@ -20,7 +20,8 @@ SECTIONS = ("precision", "optim", "recompute", "overlap", "moe")
 def test_every_setting_of_these_sections_has_a_row() -> None:
     keys = {s.key for s in fields.settings() if s.key.split(".")[0] in SECTIONS}
     rows = {row.key for row in ROWS}
-    assert keys - rows == set()
+    # scales: Transformer Engine reads them from the environment (tests/config/test_fp8.py)
+    assert keys - rows == {"precision.fp8.scales"}
     assert rows - keys == {"train.gradient_accumulation_fusion"}
 
 
