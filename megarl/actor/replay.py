@@ -155,9 +155,9 @@ class RoutedPass:
         self._forward = None
         if row.first:
             raise self._wrong(k, row, row.first, "were not asked for in the forward pass")
-        if row.again:
+        if row.again and output.requires_grad:
             output.register_hook(partial(self._begin_backward, k, row))
-        else:
+        if not row.again:
             self._close(k, row)
         return output
 
