@@ -13,6 +13,7 @@ from megarl.actor.model import build_model, dtype_of
 from megarl.actor.names import global_parameters
 from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
+from megarl.actor.replay import RoutedPass, RoutingReplay
 from megarl.actor.residence import WEIGHTS
 from megarl.actor.setup import Parallel
 from megarl.actor.state import load_model, save_model
@@ -43,6 +44,7 @@ class MegatronActor(TrainedModel):
     temperature: float
     recompute_old: bool
     reference: HostWeights | None
+    replay: RoutingReplay | None
 
     area = "optim"
     whose = "policy"
@@ -54,7 +56,8 @@ class MegatronActor(TrainedModel):
         with self.resident(WEIGHTS):
             if self.recompute_old:
                 for rows in plan.steps:
-                    self.record(rows, self._of_logprobs(record_old(self.parallel)))
+                    routing = self._old_routing(rows)
+                    self.record(rows, self._of_logprobs(record_old(self.parallel)), routing)
             if self.reference is None or plan.steps[0][0].ref_logprobs is not None:
                 return
             with self.reference.loaded(self._chunks):
@@ -95,10 +98,16 @@ class MegatronActor(TrainedModel):
     ) -> tuple[StepMetrics, list[Fault]]:
         """``gradients`` of the objective."""
         loss = policy_loss(self.objective, coefficients, self.parallel, len(rows))
-        return self.gradients(rows, self._of_logprobs(loss))
+        routing = None
+        if self.replay is not None:
+            routing = self.replay.training_pass(self.model, rows)
+        return self.gradients(rows, self._of_logprobs(loss), routing)
 
     def weights(self) -> MegatronWeights:
         return MegatronWeights(self.model, self.spec, self.parallel)
+
+    def _old_routing(self, rows: list[PackedBatch]) -> RoutedPass | None:
+        return None if self.replay is None else self.replay.old_pass(self.model, rows)
 
     def _of_logprobs(self, finish: OnLogprobs) -> OnOutput:
         return on_logprobs(
@@ -127,6 +136,7 @@ def build_actor(
         temperature=config.rollout.temperature if config.run.mode != "sft" else 1.0,
         recompute_old=config.algo.old_logprobs == "recompute" and config.run.mode != "sft",
         reference=None,
+        replay=RoutingReplay.of(config.moe.routing_replay, spec, parallel),
     )
     if config.memory.offload == "idle":
         actor.offload()

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megarl.actor.replay import TopK
+
 _FP32 = ("expert_bias", "local_tokens_per_expert")
 
 
@@ -18,6 +20,7 @@ class Router(TopKRouter):
     3. It counts the true tokens that each expert gets in training (``routed``, i64 [E]), for
        ``expert_bias.py``. Upstream's count takes a mask of padding that fits no [T, E] map, and its
        update comes inside the backward pass, before it is known whether the step is taken.
+    4. Its choices can be replayed or recorded (``replay.py``). Replayed tokens do not count.
     """
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
@@ -26,6 +29,7 @@ class Router(TopKRouter):
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
         self.register_buffer("routed", zeros, persistent=False)
         self.renormalise = config.renormalise_gates
+        self.router_replay = TopK()  # which upstream's top-k asks
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         kept = {name: self._buffers[name] for name in _FP32 if name in self._buffers}
@@ -41,11 +45,13 @@ class Router(TopKRouter):
     ) -> None:
         """Count. ``routing_map`` bool [T, E]; ``padding_mask`` bool [T], True at padding. A pass
         without gradients does not count: log-probs, and the first of two where activations are
-        recomputed.
+        recomputed. Neither do tokens whose choice is replayed: it is not this router's.
         """
         if self.training and torch.is_grad_enabled():
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
+            if (replayed := self.router_replay.replayed) is not None:
+                routing_map = routing_map & ~replayed[:, None]
             self.routed += routing_map.sum(0)
 
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
