@@ -7,13 +7,16 @@ from pathlib import Path
 
 import torch
 
+from megarl.actor.expert_bias import routers_of
 from megarl.actor.export import MegatronWeights
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
-from megarl.actor.names import global_parameters
+from megarl.actor.names import global_modules, global_parameters, unwrap
 from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
 from megarl.actor.residence import WEIGHTS
+from megarl.actor.router import Router
+from megarl.actor.router_metrics import router_metrics
 from megarl.actor.setup import Parallel
 from megarl.actor.state import load_model, save_model
 from megarl.actor.step import (
@@ -43,6 +46,8 @@ class MegatronActor(TrainedModel):
     temperature: float
     recompute_old: bool
     reference: HostWeights | None
+    balanced: bool  # by the experts' balancing loss
+    metrics_by_layer: bool  # of routers
 
     area = "optim"
     whose = "policy"
@@ -93,9 +98,19 @@ class MegatronActor(TrainedModel):
     def forward_backward(
         self, rows: list[PackedBatch], coefficients: Coefficients = ONLY_POLICY
     ) -> tuple[StepMetrics, list[Fault]]:
-        """``gradients`` of the objective."""
+        """``gradients`` of the objective, with what the routers did."""
         loss = policy_loss(self.objective, coefficients, self.parallel, len(rows))
-        return self.gradients(rows, self._of_logprobs(loss))
+        metrics, faults = self.gradients(rows, self._of_logprobs(loss))
+        decoders = [unwrap(chunk).decoder for chunk in self.model]
+        of_routers = router_metrics(
+            {router.layer_number - 1: router.record for router in routers_of(decoders)},
+            self.parallel,
+            topk=self.spec.topk,
+            rows=len(rows),
+            aux_loss=self.balanced,
+            by_layer=self.metrics_by_layer,
+        )
+        return metrics + of_routers, faults
 
     def weights(self) -> MegatronWeights:
         return MegatronWeights(self.model, self.spec, self.parallel)
@@ -119,6 +134,9 @@ def build_actor(
     for name, parameter in global_parameters(core, parallel):
         if frozen.is_frozen(name):
             parameter.requires_grad_(False)
+    for name, module in global_modules(core, parallel):
+        if isinstance(module, Router) and module.expert_bias is not None:
+            module.keeps_bias = frozen.is_frozen(f"{name}.expert_bias")
     actor = MegatronActor(
         parallel=parallel,
         **in_training(core, dtype, config, optimizer_steps),
@@ -127,6 +145,8 @@ def build_actor(
         temperature=config.rollout.temperature if config.run.mode != "sft" else 1.0,
         recompute_old=config.algo.old_logprobs == "recompute" and config.run.mode != "sft",
         reference=None,
+        balanced=config.moe.aux_loss_coeff > 0,
+        metrics_by_layer=config.monitor.moe_layers,
     )
     if config.memory.offload == "idle":
         actor.offload()

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.router import TopKRouter
+
+from megarl.actor.router_losses import RouterWithLosses
+from megarl.actor.router_metrics import RouterRecord
 
 _FP32 = ("expert_bias", "local_tokens_per_expert")
 
 
-class Router(TopKRouter):
+class Router(RouterWithLosses):
     """Every MoE layer's router (``layers.py`` is the one place that names it).
 
     1. The expert bias stays fp32 when the model is converted: rounded to bf16 it would choose other
@@ -18,6 +20,10 @@ class Router(TopKRouter):
     3. It counts the true tokens that each expert gets in training (``routed``, i64 [E]), for
        ``expert_bias.py``. Upstream's count takes a mask of padding that fits no [T, E] map, and its
        update comes inside the backward pass, before it is known whether the step is taken.
+    4. It records what it does in training (``router_metrics.py``), and its losses are those of
+       ``router_losses.py``.
+
+    ``keeps_bias``: the expert bias is frozen.
     """
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
@@ -25,6 +31,8 @@ class Router(TopKRouter):
         self.frozen_expert_bias = True  # to upstream
         zeros = torch.zeros(self.num_experts, dtype=torch.int64, device=torch.cuda.current_device())
         self.register_buffer("routed", zeros, persistent=False)
+        self.record = RouterRecord(self.num_experts, zeros.device)
+        self.keeps_bias = False
         self.renormalise = config.renormalise_gates
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -43,14 +51,22 @@ class Router(TopKRouter):
         without gradients does not count: log-probs, and the first of two where activations are
         recomputed.
         """
-        if self.training and torch.is_grad_enabled():
+        if self.counts:
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
             self.routed += routing_map.sum(0)
 
+    @property
+    def counts(self) -> bool:
+        """Whether this pass makes gradients: of two where activations are recomputed the second."""
+        return bool(self.training and torch.is_grad_enabled())
+
     def routing(self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
         """(gate weights [T, E], zero where not chosen; choice bool [T, E]) of logits [T, 1, E]."""
         weights, chosen = super().routing(logits, padding_mask=padding_mask)
+        if self.counts:
+            padding = None if padding_mask is None else padding_mask.reshape(-1)
+            self.record.add(logits.view(chosen.shape), chosen, padding, self.score_function)
         if self.renormalise or self.score_function != "sigmoid":
             return weights, chosen
         scores = logits.view(weights.shape).float().sigmoid() * chosen
