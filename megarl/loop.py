@@ -148,7 +148,8 @@ def _critics_plan(
     if critic is None or critic.parallel.mesh == parts.parallel.mesh:
         return plan, []
     own, moved = plan_step(
-        samples, parts.config, critic.parallel.mesh, critic.spec, parts.nodes, step
+        *(samples, parts.config, critic.parallel.mesh, critic.spec, parts.nodes, step),
+        replays=False,
     )
     return own, [moved]
 

@@ -41,14 +41,20 @@ def plan_step(
     spec: ModelSpec,
     nodes: Nodes,
     step: int = 0,
+    *,
+    replays: bool = True,
 ) -> tuple[TrainPlan, Delivery]:
     """This rank's rows for a model ``spec`` in the layout ``mesh``, and what was moved for them.
-    ``step``: the training step. Collective over all trainer ranks.
+    ``step``: the training step. ``replays``: the model takes the rollout's choices of experts where
+    ``moe.routing_replay`` says so, as the policy does and a critic does not; routing is moved for
+    nothing else. Collective over all trainer ranks.
     """
-    facts, layers = [s.facts for s in samples], stage_layers(spec.moe_layers, mesh)
-    at = mesh.coordinates(nodes.rank)
+    facts, at = [s.facts for s in samples], mesh.coordinates(nodes.rank)
     steps = plan_steps(facts, config, mesh, pass_flops(spec))
-    routing = routing_here(facts, layers, at.pp)
+    routing, layers = None, [list[int]() for _ in range(mesh.pp)]
+    if replays and config.moe.routing_replay == "rollout":
+        layers = stage_layers(spec.moe_layers, mesh)
+        routing = routing_here(facts, layers, at.pp, spec.topk)
     moved = Exchange(mesh, nodes, layers).deliver(samples, dp_ranks(steps, len(facts)))
     return build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step), moved
 
@@ -169,20 +175,27 @@ def stage_layers(moe_layers: Sequence[bool], mesh: Mesh) -> list[list[int]]:
 
 
 def routing_here(
-    samples: Sequence[SampleFacts], layers: Sequence[Sequence[int]], stage: int
+    samples: Sequence[SampleFacts], layers: Sequence[Sequence[int]], stage: int, topk: int
 ) -> tuple[int, int, str] | None:
-    """What ``build_plan`` takes of the samples' routing; None where there is none, or no layer for
-    it on ``stage`` of those that ``layers`` describes (``stage_layers``). Raises DataError where it
-    is of another model.
+    """What ``build_plan`` takes of the samples' routing; None where ``stage``, of those that
+    ``layers`` describes (``stage_layers``), has no layer for it. Raises DataError where there is
+    none, or one of another model than with ``topk`` experts a token.
     """
     shape, count = routing_shape(samples), sum(map(len, layers))
     if shape is None:
-        return None
-    if shape[0] != count:
         raise DataError(
-            f"sample {samples[0].name} has the routing of {shape[0]} MoE layers; accepted: "
-            f"{count}, as many as the model has"
+            f"sample {samples[0].name} has no routing; accepted: that of {count} MoE layers, which "
+            "moe.routing_replay=rollout replays"
         )
+    for found, accepted, what in (
+        (shape[0], count, "MoE layers"),
+        (shape[1], topk, "experts a token"),
+    ):
+        if found != accepted:
+            raise DataError(
+                f"sample {samples[0].name} has the routing of {found} {what}; accepted: "
+                f"{accepted}, as many as the model has"
+            )
     return (len(layers[stage]), *shape[1:]) if layers[stage] else None
 
 

@@ -5,13 +5,11 @@ rank only. Methods are collective over all trainer ranks unless said.
 """
 
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import torch
 
@@ -27,21 +25,28 @@ from megarl.data.prompts import (
     load_demonstrations,
     load_prompts,
 )
-from megarl.data.recorded import read_samples, recorded_path, recorded_steps, write_samples
+from megarl.data.recorded import (
+    check_routing,
+    read_samples,
+    recorded_path,
+    recorded_steps,
+    write_samples,
+)
 from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError, ServerError
 from megarl.hostcomm import agree, broadcast_json
 from megarl.monitor.samples import SampleText
+from megarl.rollout.addresses import address_towards, server_address
 from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.control import ServerControl
-from megarl.rollout.fleet import LOOPBACK, Fleet, ServerDeath, start_fleet
+from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
 from megarl.rollout.process import read_key
 from megarl.rounds import Rounds, only_informative
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
 from megarl.sync.broadcast import BroadcastTransport
-from megarl.types import Job, Max, Metric, Prompt, Sample, StepMetrics
+from megarl.types import Job, Max, Metric, Prompt, RoutingShape, Sample, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +139,7 @@ class RecordedSource(_Passive):
         config = run.config
         assert config.data.recorded is not None, "checked by validate()"
         self.filtered = config.algo.dynamic_sampling is not None
+        self.routing = _replayed(run)
         self.paths = dict(recorded_steps(config.data.recorded))
         missing = [s for s in range(1, config.run.steps + 1) if s not in self.paths]
         if missing:
@@ -144,6 +150,8 @@ class RecordedSource(_Passive):
 
     def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
         samples = read_samples(self.paths[step])
+        if self.routing is not None:
+            check_routing(samples, self.routing, self.paths[step])
         metrics: StepMetrics = []
         if self.filtered:
             samples, metrics = only_informative(samples, step)
@@ -172,6 +180,7 @@ class RolloutSource:
             p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
         }
         self.collectors = run.nodes.leaders
+        self.routing = _replayed(run)
         self.fleet = self._open_fleet(run.stop)
         urls: list[str] = broadcast_json(self.fleet.urls if self.fleet else None, 0, parallel.host)
         key = read_key(config.rollout.key_file or run.rundir.key)
@@ -180,7 +189,7 @@ class RolloutSource:
             self.collector = RolloutCollector(
                 urls,
                 key,
-                _collect_settings(config),
+                _collect_settings(config, self.routing),
                 decode=self.tokenizer.decode,
                 reward=load_reward(config.data.reward),
             )
@@ -198,6 +207,8 @@ class RolloutSource:
 
     def start(self, step: int) -> StepMetrics:
         metrics = self._push(step)
+        if self.routing is not None:
+            self._probe_routing()
         return metrics + self.evaluate(step) if step == 0 else metrics
 
     def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
@@ -231,7 +242,10 @@ class RolloutSource:
         return metrics
 
     def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
-        return [self._readable(s, step) for s in _here(samples)[:count]]
+        return [
+            SampleText.of(s, step, self.tokenizer.decode, self.answers.get(s.prompt_id, ""))
+            for s in _here(samples)[:count]
+        ]
 
     def state(self) -> dict[str, Any]:
         state = {**self.stream.state(), "reward_names": list(self.rounds.reward_names)}
@@ -271,13 +285,24 @@ class RolloutSource:
                     model=self.config.model.hf,
                     dtype=self.config.precision.dtype,
                     on_death=partial(self._died, stop),
-                    host=_server_address(self.job),
+                    host=server_address(self.job),
+                    routing=self.routing is not None,
                 )
                 stop.on_end(fleet.close)
             except Exception as e:
                 error = e
         agree(error, self.parallel.host, "starting the rollout server")
         return fleet
+
+    def _probe_routing(self) -> None:
+        """A server that does not say what experts it chose is found before the first step."""
+        error: Exception | None = None
+        if self.collector is not None:
+            try:
+                self.collector.probe_routing(self.stream.items[0].token_ids)
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "asking the rollout servers for routed experts")
 
     def _died(self, stop: StopRequest, death: ServerDeath) -> None:
         """Called from the fleet's watcher: nothing more can be sampled, and a collective may be
@@ -294,7 +319,7 @@ class RolloutSource:
             stage=at.pp,
             senders=[mesh.sender(stage) for stage in range(mesh.pp)],
             host=self.parallel.host,
-            address=_address_towards(urls[0]),
+            address=address_towards(urls[0]),
             backend=_backend(self.config),
             max_bytes=int(sync.bucket_mb * 2**20),
             timeout_s=sync.timeout_s,
@@ -327,21 +352,6 @@ class RolloutSource:
                 error = e
         agree(error, self.parallel.host, "recording rollouts")
 
-    def _readable(self, sample: Sample, step: int) -> SampleText:
-        prompt = int(sample.mask.argmax()) if sample.mask.any() else len(sample.tokens)
-        return SampleText(
-            step=step,
-            prompt=self.tokenizer.decode(sample.tokens[:prompt]),
-            response=self.tokenizer.decode(sample.tokens[prompt:]),
-            answer=self.answers.get(sample.prompt_id, ""),
-            reward=sample.reward,
-            correct=sample.correct,
-            truncated=sample.truncated,
-            version=sample.version_spans[0].version if sample.version_spans else -1,
-            prompt_id=sample.prompt_id,
-            tokens=len(sample.tokens) - prompt,
-        )
-
 
 SOURCES: dict[str, Callable[[Surroundings], Source]] = {
     "rl": RolloutSource,
@@ -359,12 +369,21 @@ def _here(samples: Sequence[Collected]) -> list[Sample]:
     ]
 
 
-def _collect_settings(config: Config) -> CollectSettings:
+def _replayed(run: Surroundings) -> RoutingShape | None:
+    """What samples must bring of their routing, where the policy takes the rollout's."""
+    spec = run.actor.spec
+    if run.config.moe.routing_replay != "rollout":
+        return None
+    return RoutingShape(spec.moe_layers, spec.topk, spec.experts)
+
+
+def _collect_settings(config: Config, routing: RoutingShape | None) -> CollectSettings:
     return CollectSettings(
         samples_per_prompt=config.data.samples_per_prompt,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         request_timeout_s=config.rollout.request_timeout_s,
+        routing=routing,
     )
 
 
@@ -373,18 +392,3 @@ def _backend(config: Config) -> str:
     if config.sync.backend != "auto":
         return config.sync.backend
     return "nccl" if torch.cuda.is_available() and config.rollout.urls else "gloo"
-
-
-def _server_address(job: Job) -> str:
-    """Where a server of ours listens: nowhere but here when all ranks are here, else where the
-    launcher has told every rank to find rank 0, which starts it."""
-    return LOOPBACK if job.nodes == 1 else socket.gethostbyname(job.master_address)
-
-
-def _address_towards(url: str) -> str:
-    """This machine's address as the server at ``url`` sees it."""
-    host, port = urlsplit(url).hostname or "127.0.0.1", urlsplit(url).port or 80
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # a datagram socket: sends nothing, only looks up the route
-        return str(probe.getsockname()[0])

@@ -63,6 +63,21 @@ class VersionSpan:
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """What routing is of a model: ``moe_layers`` [layers], True where a layer has experts, of which
+    ``topk`` of ``experts`` are chosen for a token.
+    """
+
+    moe_layers: tuple[bool, ...]
+    topk: int
+    experts: int
+
+    @property
+    def num_moe_layers(self) -> int:
+        return sum(self.moe_layers)
+
+
+@dataclass(frozen=True)
 class Completion:
     """One response as the server returned it; ``logprobs[t]`` is of ``token_ids[t]``, natural log,
     fp32.
@@ -217,7 +232,10 @@ class PackedBatch:
     advantages: torch.Tensor  # f32 [T]
     rollout_logprobs: torch.Tensor  # f32 [T]
     samples: tuple[int, ...]  # index in the step's sample list of every non-padding segment
-    routing: torch.Tensor | None = None  # u8 | u16 [T, M of the stage, K], 0 where none is known
+    routing: torch.Tensor | None = None  # u8 | u16 [T, M of the stage, K] experts of the rollout
+    routed: torch.Tensor | None = None  # bool [T], where ``routing`` says something
+    # Of the pass before the update: u8 | u16 [T / (cp tp), M of the stage, K], this rank's tokens
+    old_routing: torch.Tensor | None = None
     # Of the passes before the update, on the last pipeline stage; or recorded
     old_logprobs: torch.Tensor | None = None  # f32 [T]
     old_entropy: torch.Tensor | None = None  # f32 [T]

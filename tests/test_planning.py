@@ -85,12 +85,22 @@ def test_a_stage_has_the_routing_of_its_own_moe_layers(
         routed = replace(SAMPLES[0], routing=np.zeros((SAMPLES[0].length - 1, count, 4), np.uint8))
         for stage, layers in enumerate(expected):
             shape = (len(layers), 4, "uint8") if layers else None
-            assert routing_here([routed.facts], found, stage) == shape
+            assert routing_here([routed.facts], found, stage, 4) == shape
 
 
 @pytest.mark.parametrize(("has", "model"), [(3, [E, E]), (1, [D, E, E, E]), (4, [D, D])])
 def test_routing_of_another_model_is_refused_with_both_numbers(has: int, model: list[bool]) -> None:
     sample = replace(SAMPLES[0], routing=np.zeros((SAMPLES[0].length - 1, has, 2), np.uint8))
     with pytest.raises(DataError, match=rf"p0/0 has the routing of {has} MoE .*: {sum(model)}"):
-        routing_here([sample.facts], stage_layers(model, Mesh()), 0)
-    assert routing_here([SAMPLES[0].facts], stage_layers(model, Mesh()), 0) is None
+        routing_here([sample.facts], stage_layers(model, Mesh()), 0, 2)
+
+
+def test_routing_that_is_not_there_or_of_other_top_k_is_refused() -> None:
+    layers = stage_layers([E, E, D], Mesh())
+    with pytest.raises(DataError, match=r"p0/0 has no routing; accepted: that of 2 MoE layers"):
+        routing_here([SAMPLES[0].facts], layers, 0, 2)
+    sample = replace(SAMPLES[0], routing=np.zeros((SAMPLES[0].length - 1, 2, 3), np.uint8))
+    for topk in (2, 4, 8):
+        match = rf"p0/0 has the routing of 3 experts a token; accepted: {topk}"
+        with pytest.raises(DataError, match=match):
+            routing_here([sample.facts], layers, 0, topk)

@@ -14,6 +14,7 @@ from megarl.actor.model import build_model, dtype_of
 from megarl.actor.names import global_modules, global_parameters, unwrap
 from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
+from megarl.actor.replay import RoutedPass, RoutingReplay
 from megarl.actor.residence import WEIGHTS
 from megarl.actor.router import Router
 from megarl.actor.router_metrics import router_metrics
@@ -46,6 +47,7 @@ class MegatronActor(TrainedModel):
     temperature: float
     recompute_old: bool
     reference: HostWeights | None
+    replay: RoutingReplay | None
     balanced: bool  # by the experts' balancing loss
     metrics_by_layer: bool  # of routers
 
@@ -59,7 +61,8 @@ class MegatronActor(TrainedModel):
         with self.resident(WEIGHTS):
             if self.recompute_old:
                 for rows in plan.steps:
-                    self.record(rows, self._of_logprobs(record_old(self.parallel)))
+                    routing = self._old_routing(rows)
+                    self.record(rows, self._of_logprobs(record_old(self.parallel)), routing)
             if self.reference is None or plan.steps[0][0].ref_logprobs is not None:
                 return
             with self.reference.loaded(self._chunks):
@@ -100,20 +103,29 @@ class MegatronActor(TrainedModel):
     ) -> tuple[StepMetrics, list[Fault]]:
         """``gradients`` of the objective, with what the routers did."""
         loss = policy_loss(self.objective, coefficients, self.parallel, len(rows))
-        metrics, faults = self.gradients(rows, self._of_logprobs(loss))
+        routing = None
+        if self.replay is not None:
+            routing = self.replay.training_pass(self.model, rows)
+        metrics, faults = self.gradients(rows, self._of_logprobs(loss), routing)
+        return metrics + self._of_routers(len(rows)), faults
+
+    def _of_routers(self, rows: int) -> StepMetrics:
+        """Of the passes since gradients were begun, ``rows`` of them."""
         decoders = [unwrap(chunk).decoder for chunk in self.model]
-        of_routers = router_metrics(
+        return router_metrics(
             {router.layer_number - 1: router.record for router in routers_of(decoders)},
             self.parallel,
             topk=self.spec.topk,
-            rows=len(rows),
+            rows=rows,
             aux_loss=self.balanced,
             by_layer=self.metrics_by_layer,
         )
-        return metrics + of_routers, faults
 
     def weights(self) -> MegatronWeights:
         return MegatronWeights(self.model, self.spec, self.parallel)
+
+    def _old_routing(self, rows: list[PackedBatch]) -> RoutedPass | None:
+        return None if self.replay is None else self.replay.old_pass(self.model, rows)
 
     def _of_logprobs(self, finish: OnLogprobs) -> OnOutput:
         return on_logprobs(
@@ -145,6 +157,7 @@ def build_actor(
         temperature=config.rollout.temperature if config.run.mode != "sft" else 1.0,
         recompute_old=config.algo.old_logprobs == "recompute" and config.run.mode != "sft",
         reference=None,
+        replay=RoutingReplay.of(config.moe.routing_replay, spec, parallel),
         balanced=config.moe.aux_loss_coeff > 0,
         metrics_by_layer=config.monitor.moe_layers,
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megarl.actor.replay import TopK
 from megarl.actor.router_losses import RouterWithLosses
 from megarl.actor.router_metrics import RouterRecord
 
@@ -20,7 +21,8 @@ class Router(RouterWithLosses):
     3. It counts the true tokens that each expert gets in training (``routed``, i64 [E]), for
        ``expert_bias.py``. Upstream's count takes a mask of padding that fits no [T, E] map, and its
        update comes inside the backward pass, before it is known whether the step is taken.
-    4. It records what it does in training (``router_metrics.py``), and its losses are those of
+    4. Its choices can be replayed or recorded (``replay.py``). Replayed tokens do not count.
+    5. It records what it does in training (``router_metrics.py``), and its losses are those of
        ``router_losses.py``.
 
     ``keeps_bias``: the expert bias is frozen.
@@ -34,6 +36,7 @@ class Router(RouterWithLosses):
         self.record = RouterRecord(self.num_experts, zeros.device)
         self.keeps_bias = False
         self.renormalise = config.renormalise_gates
+        self.router_replay = TopK()  # which upstream's top-k asks
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         kept = {name: self._buffers[name] for name in _FP32 if name in self._buffers}
@@ -49,11 +52,13 @@ class Router(RouterWithLosses):
     ) -> None:
         """Count. ``routing_map`` bool [T, E]; ``padding_mask`` bool [T], True at padding. A pass
         without gradients does not count: log-probs, and the first of two where activations are
-        recomputed.
+        recomputed. Neither do tokens whose choice is replayed: it is not this router's.
         """
         if self.counts:
             if padding_mask is not None:
                 routing_map = routing_map & ~padding_mask[:, None]
+            if (replayed := self.router_replay.replayed) is not None:
+                routing_map = routing_map & ~replayed[:, None]
             self.routed += routing_map.sum(0)
 
     @property

@@ -42,6 +42,8 @@ OnOutput = Callable[[PackedBatch, torch.Tensor, torch.Tensor], tuple[torch.Tenso
 OnLogprobs = Callable[
     [PackedBatch, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, Any]
 ]
+# (chunk, number of the row, positions of it that are here, what computes its output) -> the output
+Forward = Callable[[torch.nn.Module, int, torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor]
 
 
 def run_schedule(
@@ -51,11 +53,12 @@ def run_schedule(
     *,
     forward_only: bool,
     finish: OnOutput,
+    forward: Forward | None = None,
 ) -> list[Any]:
     """Run every row through the pipeline; ``finish(row, index, output) -> (loss, result)`` on the
     last stage, of ``output`` [1, T / cp, ...] in the model's precision. Returns the results in row
     order there, an empty list elsewhere. ``model``: this stage's chunks, all of which see every
-    row. Collective over the whole mesh."""
+    row. ``forward``: is handed every forward pass to run it. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
     config: Any = get_model_config(model[0])
     routed = config.num_moe_experts is not None  # routers are told which tokens are padding
@@ -63,9 +66,9 @@ def run_schedule(
     in_model_precision = {"fp32_output": False} if config.bf16 else {}
 
     def forward_step(
-        source: Iterator[PackedBatch], core: torch.nn.Module
+        source: Iterator[tuple[int, PackedBatch]], core: torch.nn.Module
     ) -> tuple[torch.Tensor, Any]:
-        row = next(source)
+        number, row = next(source)
         bounds = tuple(row.cu_seqlens.tolist())
         index = local_index(bounds, parallel.mesh.cp, parallel.at.cp)
         on = partial(local, index=index, device=parallel.device)
@@ -73,12 +76,14 @@ def run_schedule(
             tokens, positions = on(row.tokens)[None], on(row.positions)[None]
             padding = _padding(core, on(~row.valid), parallel) if routed else None
             packing = packed_seq_params(row.cu_seqlens.to(parallel.device))
-        outputs = core(
+        compute = partial(
+            core,
             *(tokens, positions, None),
             packed_seq_params=packing,
             padding_mask=padding,
             **in_model_precision,
         )
+        outputs = compute() if forward is None else forward(core, number, index, compute)
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             loss, result = finish(row, index, output)
@@ -91,7 +96,7 @@ def run_schedule(
     config.variable_seq_lengths = parallel.mesh.pp > 1 and len(lengths) > 1
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(rows) for _ in model],
+        data_iterator=[iter(enumerate(rows)) for _ in model],
         model=model,
         num_microbatches=len(rows),
         seq_length=max(lengths),

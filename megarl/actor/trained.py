@@ -4,7 +4,7 @@ learning-rate schedule, and the rule for numbers that are not finite.
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from megarl.actor.expert_bias import forget_routed, move_expert_bias
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.options import ddp_options
+from megarl.actor.replay import RoutedPass
 from megarl.actor.residence import PARTS, Evicted, evict
 from megarl.actor.setup import Parallel
 from megarl.actor.step import OnOutput, run_schedule, samples_at
@@ -77,32 +78,53 @@ class TrainedModel:
             if moved:
                 self.offload(*moved)
 
-    def record(self, rows: list[PackedBatch], finish: OnOutput) -> None:
+    def record(
+        self, rows: list[PackedBatch], finish: OnOutput, routing: RoutedPass | None = None
+    ) -> None:
         """Forward passes alone; ``finish`` keeps what is wanted of them."""
         for chunk in self.model:
             chunk.eval()
-        with torch.no_grad(), self.parallel.active():
-            run_schedule(self.model, rows, self.parallel, forward_only=True, finish=finish)
+        with torch.no_grad():
+            self._run(rows, finish, routing, forward_only=True)
 
-    def gradients(self, rows: list[PackedBatch], loss: OnOutput) -> tuple[StepMetrics, list[Fault]]:
+    def gradients(
+        self, rows: list[PackedBatch], loss: OnOutput, routing: RoutedPass | None = None
+    ) -> tuple[StepMetrics, list[Fault]]:
         """Gradients of the plain weighted sum over all ranks and rows (``step.py``), reduced and
-        ready. (Metrics, rows with numbers that are not finite on this rank.)
+        ready. (Metrics, rows with numbers that are not finite on this rank.) ``routing``: whose
+        choices of experts, where not the routers' own.
         """
         for chunk in self.model:
             chunk.train()
             chunk.zero_grad_buffer()
         forget_routed(self.model)
         self.optimizer.zero_grad()
-        with self.parallel.active():
-            found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
+        found = self._run(rows, loss, routing, forward_only=False)
+        of_routing = [] if routing is None else routing.metrics()
         return (
-            [metric for result in found for metric in result.metrics],
+            [*(metric for result in found for metric in result.metrics), *of_routing],
             [
                 Fault(r, samples_at(rows[r], result.bad.nonzero()[:, 0]), result.bad, result.output)
                 for r, result in enumerate(found)
                 if result.bad is not None
             ],
         )
+
+    def _run(
+        self,
+        rows: list[PackedBatch],
+        finish: OnOutput,
+        routing: RoutedPass | None,
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        with self.parallel.active(), routing or nullcontext():
+            return run_schedule(
+                *(self.model, rows, self.parallel),
+                forward_only=forward_only,
+                finish=finish,
+                forward=None if routing is None else routing.forward,
+            )
 
     def take_steps(self, plan: TrainPlan, forward_backward: ForwardBackward) -> StepMetrics:
         """Every optimizer step of the plan; one without a trained token is left out."""

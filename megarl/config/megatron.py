@@ -69,6 +69,11 @@ class MoeSection(Section):
     grouped_gemm: bool = False
     """A rank's experts in one grouped matrix product (Transformer Engine), not one after another.
     """
+    routing_replay: Literal["none", "old_logprobs", "rollout"] = "none"
+    """Whose choice of experts the policy trains with; gate weights are its own either way.
+    old_logprobs (R2): that of the pass which gives old log-probs. rollout (R3): the rollout
+    server's, in that pass too. docs/routing-replay.md.
+    """
     router_dtype: Literal["fp32", "fp64"] = "fp32"
     """Of the router's logits, probabilities and of the weighted sum of experts."""
     aux_loss_coeff: AtLeast0 = 0.0

@@ -12,6 +12,7 @@ def training_problems(config: Config, dims: Dims | None) -> Iterator[Problem]:
     yield from _schedule(config)
     yield from _optimizer(config)
     yield from _overlap(config)
+    yield from _replay(config)
     if dims is not None and dims.layers:
         yield from _recompute(config, dims)
 
@@ -24,6 +25,21 @@ def optimizer_steps(config: Config) -> int:
 def critic_optimizer_steps(config: Config) -> int:
     """The critic's, likewise."""
     return config.run.steps * config.algo.minibatches
+
+
+def _replay(config: Config) -> Iterator[Problem]:
+    moe = config.moe
+    if moe.routing_replay == "none":
+        return
+    replay = f"moe.routing_replay={moe.routing_replay}"
+    if moe.routing_replay == "old_logprobs" and config.algo.old_logprobs != "recompute":
+        found = f"old_logprobs with algo.old_logprobs={config.algo.old_logprobs}"
+        yield Problem("moe.routing_replay", found, "none, rollout, or algo.old_logprobs=recompute")
+    if moe.router_fusion:
+        yield Problem("moe.router_fusion", "true", f"false: its choice is fixed ({replay})")
+    if moe.router_bias_update_rate:
+        accepted = f"0: a choice that is replayed says nothing about the router's loads ({replay})"
+        yield Problem("moe.router_bias_update_rate", f"{moe.router_bias_update_rate:g}", accepted)
 
 
 def _schedule(config: Config) -> Iterator[Problem]:

@@ -71,6 +71,12 @@ RULES = (
         "leave it out, or run.mode=rl",
     ),
     Rule(
+        lambda c, _: c.run.mode == "sft",
+        ("moe.routing_replay",),
+        "run.mode=sft has neither rollouts nor a pass before the update",
+        "leave it out, or run.mode=rl",
+    ),
+    Rule(
         lambda c, _: c.run.mode == "train_only",
         (
             *("data.prompts", "data.heldout", "data.demonstrations", "data.reward"),
@@ -234,7 +240,7 @@ def unused_settings(config: Config, experts: int | None) -> Iterator[Problem]:
 
 
 def _says_off(config: Config, key: str, value: object) -> bool:
-    if value not in (None, False, 0, (), ""):
+    if value not in (None, False, 0, (), "", "none"):
         return False
     return bool(field_of(config, key).get_default() == value)
 

@@ -122,8 +122,8 @@ def build_row(
     """The packed row of ``samples[i] for i in indices``, target-aligned (``types.py``).
 
     Holds what the samples bring (``brings``, ``routing``: of all samples of the step) as far as it
-    is here: 0 where a payload has None. ``weight`` and ``advantages`` are 0 until ``experience.py``
-    has computed them.
+    is here: 0 where a payload has None, and no routing is known there. ``weight`` and
+    ``advantages`` are 0 until ``experience.py`` has computed them.
     """
     here = [(i, samples[i]) for i in indices]
     bounds = np.cumsum([0, *(padded(s.length, segment_multiple) for _, s in here)]).tolist()
@@ -158,12 +158,29 @@ def build_row(
             if (values := samples[i].values) is not None:
                 row.values[start : start + n] = torch.from_numpy(values)
     if routing is not None:
-        experts = np.zeros((length, *routing[:2]), np.dtype(routing[2]))
-        for i, start, n in row.segments():
-            if (chosen := samples[i].routing) is not None:
-                experts[start : start + n - 1] = chosen
-        row.routing = torch.from_numpy(experts)
+        row.routing, row.routed = _routing(row, samples, routing)
     return row
+
+
+def _routing(
+    row: PackedBatch, samples: Tokens, kind: tuple[int, int, str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [T, M of the stage, K], where they are known bool [T]): never of a sample's last token,
+    which no expert saw, or of padding. Raises DataError for routing of other tokens.
+    """
+    ids = np.zeros((len(row.tokens), *kind[:2]), np.dtype(kind[2]))
+    known = np.zeros(len(row.tokens), bool)
+    for i, start, n in row.segments():
+        if (chosen := samples[i].routing) is None:
+            continue
+        if chosen.shape != (n - 1, *kind[:2]):
+            raise DataError(
+                f"sample {i} of {n} tokens has routing of (tokens, MoE layers, experts a token) "
+                f"{chosen.shape}; accepted: {(n - 1, *kind[:2])}"
+            )
+        ids[start : start + n - 1] = chosen
+        known[start : start + n - 1] = True
+    return torch.from_numpy(ids), torch.from_numpy(known)
 
 
 def _token_fields(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megarl.errors import DataError
 from megarl.ops import routing_codec
-from megarl.types import Sample, VersionSpan
+from megarl.types import RoutingShape, Sample, VersionSpan
 
 FORMAT = 3
 FORMATS = (1, 2, FORMAT)  # that can be read; 1 has no field of _OPTIONAL, before 3 routing was i32
@@ -99,6 +99,28 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     if not found:
         raise DataError(f"{folder} holds no recorded rollouts (step_N.npz)")
     return sorted(found.items())
+
+
+def check_routing(samples: Sequence[Sample], shape: RoutingShape, path: Path) -> None:
+    """Raise DataError where ``samples``, read from ``path``, do not bring the routing of a model of
+    this ``shape``, so that it can be replayed.
+    """
+    accepted = (shape.num_moe_layers, shape.topk)
+    for s in samples:
+        if s.routing is None:
+            raise DataError(
+                f"{path}: sample {s.name} has no routing; accepted: that of {accepted[0]} MoE "
+                "layers, which moe.routing_replay=rollout replays"
+            )
+        if s.routing.shape[1:] != accepted:
+            raise DataError(
+                f"{path}: sample {s.name} has routing of (MoE layers, experts a token) "
+                f"{s.routing.shape[1:]}; accepted: {accepted}, as the model has"
+            )
+        try:
+            routing_codec.narrow(s.routing, shape.experts)
+        except routing_codec.CodecError as e:
+            raise DataError(f"{path}: routing of sample {s.name}: {e}") from e
 
 
 def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[str, NDArray[Any]]:

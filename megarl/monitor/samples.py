@@ -7,11 +7,12 @@ that a response cannot move the cursor or retitle a terminal.
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megarl.errors import DataError
+from megarl.types import Sample
 
 _NAME = re.compile(r"step_(\d+)\.jsonl")
 
@@ -30,6 +31,25 @@ class SampleText:
     version: int
     prompt_id: str = ""
     tokens: int = 0  # of the response
+
+    @staticmethod
+    def of(
+        sample: Sample, step: int, decode: Callable[[Sequence[int]], str], answer: str
+    ) -> "SampleText":
+        tokens = sample.tokens.tolist()
+        prompt = int(sample.mask.argmax()) if sample.mask.any() else len(tokens)
+        return SampleText(
+            step=step,
+            prompt=decode(tokens[:prompt]),
+            response=decode(tokens[prompt:]),
+            answer=answer,
+            reward=sample.reward,
+            correct=sample.correct,
+            truncated=sample.truncated,
+            version=sample.version_spans[0].version if sample.version_spans else -1,
+            prompt_id=sample.prompt_id,
+            tokens=len(tokens) - prompt,
+        )
 
 
 def write_samples(folder: Path, step: int, samples: Sequence[SampleText]) -> Path:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from megarl.errors import ServerError
 from megarl.ops.routing_codec import CodecError, narrow
 from megarl.rollout.control import ServerControl, new_session
-from megarl.types import Completion, Finish, VersionSpan
+from megarl.types import Completion, Finish, RoutingShape, VersionSpan
 
 __all__ = ["RolloutClient", "Sampling", "ServerControl"]
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ RETRIES = 2
 _BACK_OFF_S = (0.2, 0.6)
 _ABORT_TIMEOUT_S = 2.0
 _LOGPROB_SLACK = 1e-3  # rounding may lift the log-prob of a certain token above 0
-Routing = tuple[int, int, int] | None
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 
 
@@ -68,11 +67,11 @@ class RolloutClient:
         sampling: Sampling,
         seeds: Sequence[int],
         *,
-        routing: Routing = None,
+        routing: RoutingShape | None = None,
     ) -> list[Completion]:
         """`n` responses to one prompt in one request, in the order of `seeds`. Raises ServerError.
 
-        `routing`: ask for routed experts too, of this many (MoE layers, experts a token, experts).
+        `routing`: ask for routed experts too, of a model of this shape.
         """
         assert len(seeds) == n, (len(seeds), n)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
@@ -146,7 +145,7 @@ class RolloutClient:
         rids: Sequence[str],
         prompt_length: int,
         sampling: Sampling,
-        routing: Routing,
+        routing: RoutingShape | None,
     ) -> list[Completion]:
         try:
             replies = json.loads(text)
@@ -161,7 +160,12 @@ class RolloutClient:
         ]
 
     def _completion(
-        self, reply: Any, rid: str, prompt_length: int, sampling: Sampling, routing: Routing
+        self,
+        reply: Any,
+        rid: str,
+        prompt_length: int,
+        sampling: Sampling,
+        routing: RoutingShape | None,
     ) -> Completion:
         try:
             return read_completion(reply, rid, prompt_length, sampling, routing)
@@ -181,7 +185,11 @@ class _Mismatch(Exception):
 
 
 def read_completion(
-    reply: Mapping[str, Any], rid: str, prompt_length: int, sampling: Sampling, routing: Routing
+    reply: Mapping[str, Any],
+    rid: str,
+    prompt_length: int,
+    sampling: Sampling,
+    routing: RoutingShape | None,
 ) -> Completion:
     """Checks one reply and takes it over. Raises _Mismatch, or what indexing wrong JSON raises."""
     tokens, meta = reply["output_ids"], reply["meta_info"]
@@ -240,8 +248,10 @@ def _spans(meta: Mapping[str, Any], count: int) -> tuple[VersionSpan, ...]:
     return tuple(spans)
 
 
-def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int, int]) -> NDArray[Any]:
-    """u8 | u16 [length - 1, MoE layers, top-k]: the last token was never routed."""
+def _routing(meta: Mapping[str, Any], length: int, shape: RoutingShape) -> NDArray[Any]:
+    """u8 | u16 [length - 1, MoE layers, top-k]: the last token was never routed. Servers report all
+    layers, with anything for dense ones (SGLang), or those with experts (the embedded server).
+    """
     encoded: Any = meta.get("routed_experts")
     _expect(isinstance(encoded, str), "no routed_experts", "routed experts in base64")
     try:
@@ -250,11 +260,18 @@ def _routing(meta: Mapping[str, Any], length: int, shape: tuple[int, int, int]) 
         raise _Mismatch(
             f"routed experts that do not decode ({error})", "base64 of int32"
         ) from error
-    layers, topk, experts = shape
-    full = (length - 1, layers, topk)
-    _expect(flat.size == math.prod(full), f"{flat.size} routed experts", f"{full}")
+    rows, every, some = length - 1, len(shape.moe_layers), shape.num_moe_layers
+    layers = flat.size / (rows * shape.topk)
+    _expect(
+        layers in (some, every),
+        f"{flat.size} routed experts, those of {layers:g} layers",
+        f"{(rows, some, shape.topk)}, or of all {every} layers",
+    )
+    ids = flat.reshape(rows, int(layers), shape.topk).astype(np.int32, copy=False)
+    if layers != some:
+        ids = ids[:, list(shape.moe_layers)]
     try:
-        return narrow(flat.reshape(full).astype(np.int32, copy=False), experts)
+        return narrow(ids, shape.experts)
     except CodecError as error:
         raise _Mismatch(f"routed experts that cannot be ({error})", "a router's choice") from error
 

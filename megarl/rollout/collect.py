@@ -31,6 +31,7 @@ from megarl.types import (
     Metric,
     Prompt,
     Rollouts,
+    RoutingShape,
     Sample,
     Scored,
     StepMetrics,
@@ -51,7 +52,7 @@ class CollectSettings:
     temperature: float
     seed: int
     request_timeout_s: float
-    routing: tuple[int, int, int] | None = None  # (MoE layers, experts a token, experts) to record
+    routing: RoutingShape | None = None  # what servers are asked for beside tokens
 
 
 class RolloutCollector:
@@ -97,6 +98,18 @@ class RolloutCollector:
         metrics = rollout_metrics(samples, "rollout")
         return Rollouts(samples, metrics, self._reward_names, seconds)
 
+    def probe_routing(self, tokens: Sequence[int]) -> None:
+        """One token from every server, with the experts it was routed to. Raises ServerError."""
+        routing = self._settings.routing
+        one = Sampling(0.0, 1)
+        calls = [c.generate_group(tokens, 1, one, [0], routing=routing) for c in self._clients]
+        try:
+            self._runner.run(_all(calls))
+        except ServerError as error:
+            raise ServerError(
+                f"moe.routing_replay=rollout: {error} (SGLang: --enable-return-routed-experts)"
+            ) from error
+
     def evaluate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> StepMetrics:
         """One greedy response to every prompt."""
         seeds = sample_seeds(self._settings.seed, 0, prompts, 1)
@@ -117,7 +130,7 @@ class RolloutCollector:
         prompts: Sequence[Prompt],
         seeds: Sequence[Sequence[int]],
         sampling: Sampling,
-        routing: tuple[int, int, int] | None,
+        routing: RoutingShape | None,
     ) -> list[list[Completion]]:
         calls = [
             _complete_group(
@@ -232,7 +245,7 @@ async def _complete_group(
     prompt: Prompt,
     sampling: Sampling,
     seeds: Sequence[int],
-    routing: tuple[int, int, int] | None,
+    routing: RoutingShape | None,
 ) -> list[Completion]:
     """A response for every seed; aborted ones are asked for again."""
     group: dict[int, Completion] = {}

@@ -84,21 +84,24 @@ def start_fleet(
     dtype: str,
     on_death: Callable[[ServerDeath], None],
     host: str = LOOPBACK,
+    routing: bool = False,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
 ) -> Fleet:
     """Servers that answer, within `rollout.start_timeout_s`.
 
     `model`: the Hugging Face folder; `dtype`: fp32 or bf16. The server listens on `host`
-    alone, an address of this machine. `on_death` is called from a watching thread. Raises
-    ServerError with the end of the log when a server does not come up, ConfigError when the
-    settings lack something.
+    alone, an address of this machine. `routing`: it can say which experts tokens were routed to.
+    `on_death` is called from a watching thread. Raises ServerError with the end of the log when a
+    server does not come up, ConfigError when the settings lack something.
     """
     if section.urls:
         return _external(section)
     key_file = section.key_file or run_dir.key
     key = read_key(key_file) if section.key_file else read_or_make_key(key_file)
     deadline = time.monotonic() + section.start_timeout_s
-    starter = _Starter(section, run_dir, model, dtype, key_file, key, host, tuple(embedded_command))
+    starter = _Starter(
+        *(section, run_dir, model, dtype, key_file, key, host, routing), tuple(embedded_command)
+    )
     server = starter.start(0, deadline, on_death)
     return Fleet([server.url], key, [server])
 
@@ -189,6 +192,7 @@ class _Starter:
     key_file: Path
     key: str
     host: str
+    routing: bool
     embedded_command: tuple[str, ...]
 
     def start(
@@ -288,6 +292,7 @@ class _Starter:
             "weight-version": 0,
         }
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        flags += ["--enable-return-routed-experts"] * self.routing
         return [*guard, *section.server_command, *flags, *section.server_args]
 
     def _await(self, server: ManagedServer, port: int, ready_file: Path, deadline: float) -> str:

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.dist
 
 TE = importlib.util.find_spec("transformer_engine") is not None
 SECTIONS = ("precision", "optim", "recompute", "overlap", "moe")
+OURS = {"moe.routing_replay"}  # which Megatron is not told: actor/replay.py
 
 
 def test_every_setting_of_these_sections_has_a_row() -> None:
     keys = {s.key for s in fields.settings() if s.key.split(".")[0] in SECTIONS}
     rows = {row.key for row in ROWS}
-    assert keys - rows == set()
+    assert keys - rows == OURS
     assert rows - keys == {"train.gradient_accumulation_fusion"}
 
 

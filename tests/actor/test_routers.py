@@ -4,9 +4,11 @@ time, closed forms, and in every layout.
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -225,6 +227,39 @@ def test_routers_that_send_all_to_the_same_experts_have_a_closed_form(
     assert found["capacity"]["metrics"]["moe/dropped"] == 0.75
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"dp": 2, "ep": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS[1:])],
+    ids=str,
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_replayed_choice_is_load_and_does_not_move_the_bias(
+    pool: WorkerPool, even: Path, layout: dict[str, int], recompute: str
+) -> None:
+    """All tokens but each sample's last are sent to the experts that the routers would leave idle;
+    these last ones alone move the biases, as if all tokens had gone where they did.
+    """
+    rng = np.random.default_rng(0)
+    routings = [
+        np.stack([rng.permuted([[0, 1, 4, 5]] * 3, axis=1) for _ in s.tokens[1:]]).astype(np.uint8)
+        for s in SAMPLES
+    ]
+    samples = [replace(s, routing=r) for s, r in zip(SAMPLES, routings, strict=True)]
+    given = of_model(even, moe={"routing_replay": "rollout"}, recompute={"granularity": recompute})
+    found = steps(pool, layout, step={**given, "samples": samples})["step"]
+    last = len(SAMPLES)
+    others = sum(len(s.tokens) for s in SAMPLES) - last
+    mean = (last + others) / 2
+    expected = {"load_max_violation": others / mean - 1, "load_min_share": last / mean}
+    for name, value in expected.items():
+        assert found["metrics"][f"moe/{name}"] == pytest.approx(value)
+        assert found["metrics"][f"moe/{name}_worst"] == pytest.approx(value)
+    assert found["metrics"]["moe/replay_changed"] == 1.0
+    bias = torch.tensor([0.25, 0.35, 0.65, 0.55, 0.35, 0.25, 0.45, 0.35])
+    for layer in (1, 2, 3):
+        assert torch.allclose(biases(found["routers"])[BIAS.format(layer)], bias, atol=1e-6)
+
+
 FROZEN = {
     "routers": (["*.mlp.gate.weight"], {1, 2, 3}, {1, 2, 3}),
     "one router": (["model.layers.2.mlp.gate.weight"], {2}, {2}),
@@ -288,8 +323,6 @@ def test_a_stage_without_experts_has_no_metrics_and_waits_for_none(
 
 def one_token_batches() -> dict[str, list[Sample]]:
     """Of two tokens, the least that has one to train; of one such; of one long and one short."""
-    from dataclasses import replace
-
     long = max(SAMPLES, key=lambda s: len(s.tokens))
 
     def cut(sample: Sample, n: int) -> Sample:

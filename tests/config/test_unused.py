@@ -49,6 +49,8 @@ def unused(overrides: list[str], experts: int | None = 8) -> dict[str, str]:
         (SFT, "rollout.urls=[http://a:1]", "['http://a:1'], which has no effect"),
         (SFT, "sync.bucket_mb=1", "sent on"),
         (SFT, "eval.every=3", "3"),
+        (SFT, "moe.routing_replay=rollout", "neither rollouts nor a pass before the update"),
+        (SFT, "moe.routing_replay=old_logprobs", "run.mode=rl"),
         (SFT, "monitor.record_rollouts=true", "nothing is sampled"),
         (REPLAY, "data.prompts_per_step=4", "replays data.recorded"),
         (REPLAY, "rollout.max_new_tokens=4", "fixed"),

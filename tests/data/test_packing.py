@@ -288,7 +288,18 @@ def test_a_row_of_payloads_holds_what_is_there_and_0_elsewhere() -> None:
     for i, s in enumerate(samples):
         at = slice(starts[i], starts[i] + s.length - 1)
         assert whole.routing[at].numpy().tolist() == s.routing.tolist()
+        ends = starts[i] + s.length - 1, starts[i + 1]
+        assert whole.routed[at].all() and not whole.routed[slice(*ends)].any()
     assert int(whole.routing.count_nonzero()) == sum(np.count_nonzero(s.routing) for s in samples)
+    assert all(torch.equal(part.routed, whole.routed) for part in parts)
+
+
+@pytest.mark.parametrize("wrong", [(4, 5, 2), (1, 5, 2), (6, 5, 2), (5, 4, 2), (5, 5, 3)])
+def test_routing_of_other_tokens_is_refused_with_both_shapes(wrong: tuple[int, ...]) -> None:
+    long = replace(sample([1] * 6, [0] * 6), routing=np.zeros(wrong, np.uint8))
+    with pytest.raises(DataError, match=r"sample 0 of 6 tokens") as refusal:
+        build_row([long], [0], length=8, routing=(5, 2, "uint8"))
+    assert f"{wrong}; accepted: (5, 5, 2)" in str(refusal.value)
 
 
 def test_values_of_a_sample_and_of_its_tokens_are_spread_over_its_segment() -> None:

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.recorded import read_samples, recorded_path, recorded_steps, write_samples
+from megarl.data.recorded import (
+    check_routing,
+    read_samples,
+    recorded_path,
+    recorded_steps,
+    write_samples,
+)
 from megarl.errors import DataError
-from megarl.types import Sample, VersionSpan
+from megarl.types import RoutingShape, Sample, VersionSpan
 
 
 def routing(rng: np.random.Generator, tokens: int, experts: int) -> Any:
@@ -237,6 +243,37 @@ def test_routing_that_cannot_be_is_refused(tmp_path: Path) -> None:
     write_samples(path, [dataclasses.replace(SAMPLES[0], routing=SAMPLES[0].routing[1:])])
     with pytest.raises(DataError, match="routing of 7 tokens in a sample of 9"):
         read_samples(path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "experts", "words"),
+    [
+        (None, 8, "has no routing; accepted: that of 3 MoE layers"),
+        ((2, 2), 8, r"routing of \(MoE layers, experts a token\) \(2, 2\); accepted: \(3, 2\)"),
+        ((4, 2), 8, r"\(4, 2\); accepted: \(3, 2\)"),
+        ((3, 1), 8, r"\(3, 1\); accepted: \(3, 2\)"),
+        ((3, 2), 6, "token 1, layer 0, choice 1: expert 6 of 6; accepted: different ones from 0"),
+    ],
+)
+def test_routing_of_another_model_is_refused_by_sample(
+    shape: tuple[int, int] | None, experts: int, words: str
+) -> None:
+    model = RoutingShape((False, True, True, True), topk=2, experts=experts)
+    routing = None
+    if shape is not None:
+        at = np.arange(SAMPLES[0].length - 1)[:, None, None] % 2
+        routing = np.broadcast_to(at + 5 * np.arange(shape[1]), (SAMPLES[0].length - 1, *shape))
+        routing = routing.astype(np.uint8)
+    wrong = dataclasses.replace(SAMPLES[0], routing=routing)
+    with pytest.raises(DataError, match=words) as refusal:
+        check_routing([wrong], model, Path("step_3.npz"))
+    assert "step_3.npz" in str(refusal.value) and wrong.name in str(refusal.value)
+
+
+def test_routing_of_the_model_is_accepted() -> None:
+    routing = np.tile(np.array([[5, 0], [1, 7]], np.uint8), (SAMPLES[0].length - 1, 1, 1))
+    model = RoutingShape((True, False, True), topk=2, experts=8)
+    check_routing([dataclasses.replace(SAMPLES[0], routing=routing)], model, Path("step_3.npz"))
 
 
 class Bomb:

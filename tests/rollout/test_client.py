@@ -11,6 +11,7 @@ from aiohttp import web
 from megarl.errors import ServerError
 from megarl.rollout.client import RolloutClient, Sampling
 from megarl.rollout.control import OPERATIONS, ServerControl
+from megarl.types import RoutingShape
 from tests.rollout.conftest import EXPERTS, LAYERS, TOP_K, Reference, Server
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
@@ -52,7 +53,13 @@ class Odd:
         answer = await self._generate(self, request, body)
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
 
-    async def ask(self, timeout_s: float = 5.0, n: int = 2, sampling: Sampling = SAMPLING) -> Any:
+    async def ask(
+        self,
+        timeout_s: float = 5.0,
+        n: int = 2,
+        sampling: Sampling = SAMPLING,
+        routing: RoutingShape | None = None,
+    ) -> Any:
         app = web.Application()
         app.router.add_post("/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -62,7 +69,8 @@ class Odd:
         host, port = runner.addresses[0][:2]
         client = RolloutClient(f"http://{host}:{port}", "key", timeout_s)
         try:
-            return await client.generate_group([2, 3], n, sampling, list(range(n)))
+            seeds = list(range(n))
+            return await client.generate_group([2, 3], n, sampling, seeds, routing=routing)
         finally:
             await client.close()
             await runner.cleanup()
@@ -262,7 +270,11 @@ def test_a_group_from_the_real_server(server: Server, reference_a: Reference) ->
             await client.health()
             sampling = Sampling(temperature=1.0, max_new_tokens=12)
             return await client.generate_group(
-                [3, 9], 4, sampling, [7, 8, 9, 7], routing=(LAYERS, TOP_K, EXPERTS)
+                [3, 9],
+                4,
+                sampling,
+                [7, 8, 9, 7],
+                routing=RoutingShape((True,) * LAYERS, TOP_K, EXPERTS),
             )
         finally:
             await client.close()

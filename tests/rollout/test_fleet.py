@@ -240,6 +240,20 @@ def test_a_key_is_made_once_and_then_kept(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["server.key"]
 
 
+@pytest.mark.parametrize("routing", [False, True])
+def test_a_server_is_told_to_keep_routed_experts_where_they_are_replayed(
+    tmp_path: Path, routing: bool
+) -> None:
+    said = tmp_path / "arguments"
+    program = f"import sys; open({str(said)!r}, 'w').write(' '.join(sys.argv)); sys.exit(3)"
+    command = (sys.executable, "-c", program)
+    section = server_section(engine="sglang", server_command=command, start_timeout_s=20)
+    given = {"run_dir": RunDir(tmp_path), "model": tmp_path, "dtype": "fp32"}
+    with pytest.raises(ServerError):
+        start_fleet(section, **given, on_death=Deaths(), routing=routing)
+    assert ("--enable-return-routed-experts" in said.read_text().split()) is routing
+
+
 @pytest.mark.parametrize("argument", ["--api-key=x", "--config", "--port"])
 def test_arguments_that_the_run_sets_are_refused(argument: str, tmp_path: Path) -> None:
     section = server_section(engine="sglang", server_command=("x",), server_args=(argument,))

@@ -10,7 +10,7 @@ from megarl.rollout.collect import CollectSettings, RolloutCollector
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 from megarl.sync.stream import bucketize
-from megarl.types import Prompt, VersionSpan
+from megarl.types import Prompt, RoutingShape, VersionSpan
 from tests.rollout.conftest import (
     CONTEXT,
     EXPERTS,
@@ -63,7 +63,9 @@ def test_sglang_is_started_asked_updated_and_ended(
     )
     log = fleet.managed[0].log_file.read_text()
     assert fleet.key not in log and "***" in log  # it logs its arguments
-    settings = CollectSettings(2, 1.0, 0, 60.0, routing=(LAYERS, TOP_K, EXPERTS))
+    settings = CollectSettings(
+        2, 1.0, 0, 60.0, routing=RoutingShape((True,) * LAYERS, TOP_K, EXPERTS)
+    )
     collector = RolloutCollector(fleet.urls, fleet.key, settings, decode=str, reward=lambda *_: 1.0)
 
     def check(reference: Reference, version: int) -> None:

@@ -1,0 +1,84 @@
+"""Routed experts in a reply: of the layers with experts, or of all layers; nothing else."""
+
+import asyncio
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megarl.errors import ServerError
+from megarl.types import RoutingShape
+from tests.rollout.test_client import answering, change_meta
+
+D, E = False, True
+ROWS = 4  # 2 + 3 tokens of which the last was never routed
+MIXED = RoutingShape((D, E, E, D, E, E), topk=2, experts=500)
+FIRST_DENSE = RoutingShape((D, D, E), topk=3, experts=8)
+ALL = RoutingShape((E, E), topk=2, experts=256)
+
+
+def ask(ids: NDArray[Any] | None, shape: RoutingShape, raw: str | None = None) -> Any:
+    """The routing that a client takes from a server which reports ``ids``."""
+    if ids is not None:
+        raw = base64.b64encode(ids.astype("<i4").tobytes()).decode()
+    odd = answering(change_meta(routed_experts=raw))
+    (completion,) = asyncio.run(odd.ask(n=1, routing=shape))
+    assert odd.bodies[0]["return_routed_experts"] is True
+    return completion.routing
+
+
+def choices(shape: RoutingShape, rows: int = ROWS) -> NDArray[Any]:
+    """[rows, MoE layers, K]: 10 * layer + row and its neighbours, modulo the experts."""
+    at = np.arange(rows)[:, None, None] + 10 * np.arange(shape.num_moe_layers)[:, None]
+    return (at + np.arange(shape.topk)) % shape.experts
+
+
+@pytest.mark.parametrize("shape", [MIXED, FIRST_DENSE, ALL], ids=str)
+@pytest.mark.parametrize("in_dense", [0, -1, 7])
+def test_dense_layers_are_left_out_whatever_is_reported_of_them(
+    shape: RoutingShape, in_dense: int
+) -> None:
+    expected = choices(shape)
+    every = np.full((ROWS, len(shape.moe_layers), shape.topk), in_dense)
+    every[:, list(shape.moe_layers)] = expected
+    for ids in (expected, every):
+        found = ask(ids, shape)
+        assert found.dtype == (np.uint16 if shape.experts > 256 else np.uint8)
+        assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5, 7, 12])
+def test_other_numbers_of_layers_are_refused_with_both(layers: int) -> None:
+    ids = np.zeros((ROWS, layers, 2))
+    with pytest.raises(ServerError, match=rf"those of {layers} layers; .*\(4, 4, 2\), .* all 6"):
+        ask(ids, MIXED)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_other_numbers_of_tokens_are_refused(rows: int) -> None:
+    with pytest.raises(ServerError, match=rf"found {rows * 4} routed experts, .*\(4, 2, 2\)"):
+        ask(choices(ALL, rows), ALL)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        ((2, 1, 0), 256, "token 2, layer 1, choice 0: expert 256 of 256"),
+        ((0, 0, 1), -1, "token 0, layer 0, choice 1: expert -1 of 256"),
+        ((3, 1, 1), 13, "token 3, layer 1, choice 1: expert 13 a second time"),
+    ],
+)
+def test_what_no_router_chooses_is_refused(at: tuple[int, ...], value: int, words: str) -> None:
+    ids = choices(ALL)
+    ids[at] = value
+    with pytest.raises(ServerError, match=words):
+        ask(ids, ALL)
+
+
+def test_a_server_that_does_not_report_is_an_error() -> None:
+    with pytest.raises(ServerError, match="found no routed_experts"):
+        ask(None, ALL)
+    with pytest.raises(ServerError, match="do not decode"):
+        ask(None, ALL, raw="no base64!")
