@@ -7,14 +7,17 @@ from pathlib import Path
 
 import torch
 
+from megarl.actor.expert_bias import routers_of
 from megarl.actor.export import MegatronWeights
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
-from megarl.actor.names import global_parameters
+from megarl.actor.names import global_modules, global_parameters, unwrap
 from megarl.actor.options import transformer_options
 from megarl.actor.reference import HostWeights
 from megarl.actor.replay import RoutedPass, RoutingReplay
 from megarl.actor.residence import WEIGHTS
+from megarl.actor.router import Router
+from megarl.actor.router_metrics import router_metrics
 from megarl.actor.setup import Parallel
 from megarl.actor.state import load_model, save_model
 from megarl.actor.step import (
@@ -45,6 +48,8 @@ class MegatronActor(TrainedModel):
     recompute_old: bool
     reference: HostWeights | None
     replay: RoutingReplay | None
+    balanced: bool  # by the experts' balancing loss
+    metrics_by_layer: bool  # of routers
 
     area = "optim"
     whose = "policy"
@@ -96,12 +101,25 @@ class MegatronActor(TrainedModel):
     def forward_backward(
         self, rows: list[PackedBatch], coefficients: Coefficients = ONLY_POLICY
     ) -> tuple[StepMetrics, list[Fault]]:
-        """``gradients`` of the objective."""
+        """``gradients`` of the objective, with what the routers did."""
         loss = policy_loss(self.objective, coefficients, self.parallel, len(rows))
         routing = None
         if self.replay is not None:
             routing = self.replay.training_pass(self.model, rows)
-        return self.gradients(rows, self._of_logprobs(loss), routing)
+        metrics, faults = self.gradients(rows, self._of_logprobs(loss), routing)
+        return metrics + self._of_routers(len(rows)), faults
+
+    def _of_routers(self, rows: int) -> StepMetrics:
+        """Of the passes since gradients were begun, ``rows`` of them."""
+        decoders = [unwrap(chunk).decoder for chunk in self.model]
+        return router_metrics(
+            {router.layer_number - 1: router.record for router in routers_of(decoders)},
+            self.parallel,
+            topk=self.spec.topk,
+            rows=rows,
+            aux_loss=self.balanced,
+            by_layer=self.metrics_by_layer,
+        )
 
     def weights(self) -> MegatronWeights:
         return MegatronWeights(self.model, self.spec, self.parallel)
@@ -128,6 +146,9 @@ def build_actor(
     for name, parameter in global_parameters(core, parallel):
         if frozen.is_frozen(name):
             parameter.requires_grad_(False)
+    for name, module in global_modules(core, parallel):
+        if isinstance(module, Router) and module.expert_bias is not None:
+            module.keeps_bias = frozen.is_frozen(f"{name}.expert_bias")
     actor = MegatronActor(
         parallel=parallel,
         **in_training(core, dtype, config, optimizer_steps),
@@ -137,6 +158,8 @@ def build_actor(
         recompute_old=config.algo.old_logprobs == "recompute" and config.run.mode != "sft",
         reference=None,
         replay=RoutingReplay.of(config.moe.routing_replay, spec, parallel),
+        balanced=config.moe.aux_loss_coeff > 0,
+        metrics_by_layer=config.monitor.moe_layers,
     )
     if config.memory.offload == "idle":
         actor.offload()

@@ -7,8 +7,8 @@ ranks and microbatches, and E experts::
     bias_e += rate * sign(mean(c) - c_e)  =  rate * sign(sum(c) - E c_e)
 
 Counts are integers, so the bias has the same bits in every layout. Only true tokens of the passes
-that made the step's gradients count (``router.py``). A step that is not taken moves nothing, and
-neither does a frozen router.
+that made the step's gradients count (``router.py``). A step that is not taken moves nothing, and a
+bias stays whose router is frozen, or that is frozen itself (``train.frozen``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,16 @@ from megarl.actor.router import Router
 
 def forget_routed(chunks: Sequence[torch.nn.Module]) -> None:
     """A new optimizer step begins."""
-    for router in _routers(chunks):
+    for router in routers_of(chunks):
         router.routed.zero_()
+        router.record.forget()
 
 
 def move_expert_bias(
     chunks: Sequence[torch.nn.Module], rate: float, stage: dist.ProcessGroup
 ) -> None:
     """The update above. Collective over ``stage``, all ranks that hold these layers."""
-    routers = [r for r in _routers(chunks) if r.expert_bias is not None and r.weight.requires_grad]
+    routers = [r for r in routers_of(chunks) if r.expert_bias is not None and _moves(r)]
     if not routers or rate == 0:
         return
     counts = torch.stack([router.routed for router in routers])
@@ -39,6 +40,10 @@ def move_expert_bias(
         router.expert_bias += rate * move
 
 
-def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
+def _moves(router: Router) -> bool:
+    return router.weight.requires_grad and not router.keeps_bias
+
+
+def routers_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
     for chunk in chunks:
         yield from (m for m in chunk.modules() if isinstance(m, Router))

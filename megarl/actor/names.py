@@ -43,6 +43,16 @@ def global_weights(
                 yield rename(name), buffer
 
 
+def global_modules(
+    model: Sequence[torch.nn.Module], parallel: Parallel
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(name as in a model on one rank, module) of every chunk."""
+    for chunk in map(unwrap, model):
+        rename = _renaming(chunk, parallel)
+        for name, module in chunk.named_modules():
+            yield rename(name), module
+
+
 def _renaming(chunk: Any, parallel: Parallel) -> Callable[[str], str]:
     """Names in the chunk -> names in a model on one rank."""
     config: Any = chunk.config

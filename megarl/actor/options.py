@@ -111,17 +111,6 @@ def fuses_gradients(section: TrainSection) -> bool:
     return torch.cuda.is_available() and installed().fused_wgrad
 
 
-def counts_padding_out(config: Any) -> bool:
-    """Whether routers are to be told which tokens of a row are padding: for a loss of Megatron's
-    own, or to count loads (``expert_bias.py``).
-    """
-    return (
-        config.moe_aux_loss_coeff > 0
-        or config.moe_z_loss_coeff is not None
-        or config.moe_router_enable_expert_bias
-    )
-
-
 def ddp_options(config: Config) -> dict[str, Any]:
     return {
         "grad_reduce_in_fp32": config.precision.grad_reduce_dtype == "fp32",

@@ -27,7 +27,6 @@ from torch.profiler import record_function
 
 from megarl.actor.attention_packed import packed_seq_params
 from megarl.actor.names import unwrap
-from megarl.actor.options import counts_padding_out
 from megarl.actor.setup import Parallel
 from megarl.algos.objective import Objective
 from megarl.algos.segments import Segments
@@ -62,7 +61,7 @@ def run_schedule(
     row. ``forward``: is handed every forward pass to run it. Collective over the whole mesh."""
     one = torch.ones((), dtype=torch.int, device=parallel.device)
     config: Any = get_model_config(model[0])
-    balanced = counts_padding_out(config)
+    routed = config.num_moe_experts is not None  # routers are told which tokens are padding
     # Megatron's wrapper for bf16 would copy the logits to fp32; losses convert what they need.
     in_model_precision = {"fp32_output": False} if config.bf16 else {}
 
@@ -75,7 +74,7 @@ def run_schedule(
         on = partial(local, index=index, device=parallel.device)
         with record_function(TO_DEVICE):
             tokens, positions = on(row.tokens)[None], on(row.positions)[None]
-            padding = _padding(core, on(~row.valid), parallel) if balanced else None
+            padding = _padding(core, on(~row.valid), parallel) if routed else None
             packing = packed_seq_params(row.cu_seqlens.to(parallel.device))
         compute = partial(
             core,

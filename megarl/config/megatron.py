@@ -78,12 +78,10 @@ class MoeSection(Section):
     """Of the router's logits, probabilities and of the weighted sum of experts."""
     aux_loss_coeff: AtLeast0 = 0.0
     """Weight of the experts' load-balancing loss. It is a mean over rows, so its gradient depends
-    on how samples are packed and split; 0, the default, leaves it out. docs/objectives.md.
+    on how samples are packed and split; 0, the default, leaves it out. docs/routers.md.
     """
     z_loss_coeff: AtLeast0 = 0.0
-    """Weight of the squared log-sum-exp of the router's logits, a mean over rows likewise; of rows
-    that tp or cp split the mean of the parts' means.
-    """
+    """Weight of the squared log-sum-exp of the router's logits, a mean over rows likewise."""
     router_bias_update_rate: AtLeast0 = 0.0
     """Of models whose router has a bias per expert that balances without a loss (DeepSeek-V3): how
     far it moves in an optimizer step. 0 keeps it: what moves the choice of experts without a

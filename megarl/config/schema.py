@@ -316,6 +316,10 @@ class MonitorSection(Section):
     tensorboard: bool = True
     samples_per_step: NonNegative = 8
     """Samples of a step kept readable for ``megarl samples``."""
+    moe_layers: bool = False
+    """The routers' largest load and entropy of every layer by itself, ``moe/layer_NNN/*``, besides
+    those of all layers (docs/routers.md).
+    """
     record_rollouts: bool = False
     """Keep every step's rollouts under rollouts/, for ``train_only`` runs; a file a node."""
 

@@ -218,7 +218,7 @@ RULES = (
     ),
     Rule(
         lambda _, experts: experts == 0,
-        ("parallel.etp", "moe.*", "overlap.moe_shared_expert"),
+        ("parallel.etp", "moe.*", "overlap.moe_shared_expert", "monitor.moe_layers"),
         "the model has no experts",
     ),
     Rule(

@@ -22,14 +22,14 @@ class Frozen:
     mapping: ModelMapping
 
     def is_frozen(self, name: str) -> bool:
-        """Of a parameter under its global Megatron name. A router's expert bias stays where it is
-        if the router does.
+        """Of a parameter under its global Megatron name, or of a router's expert bias, which stays
+        where it is if the router does.
         """
         if not self.patterns:
             return False
-        if name.endswith(_BIAS):
-            return self._matches(name) or self.is_frozen(name.removesuffix(_BIAS) + _ROUTER)
-        return any(map(self._matches, (name, *self.mapping.hf_names(name))))
+        if any(map(self._matches, (name, *self.mapping.hf_names(name)))):
+            return True
+        return name.endswith(_BIAS) and self.is_frozen(name.removesuffix(_BIAS) + _ROUTER)
 
     def _matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)

@@ -67,6 +67,15 @@ CHARTS = (
         {"rollout/response_length": "tokens", "policy/trained_tokens": "trained"},
         "tokens",
     ),
+    Chart(
+        "Load of experts above the mean",
+        {
+            "moe/load_max_violation": "largest, mean of layers",
+            "moe/load_max_violation_worst": "largest, worst layer",
+        },
+        "max / mean - 1",
+    ),
+    Chart("Routers' entropy", {"moe/router_entropy": "mean of layers"}, "nats a token"),
     Chart("Cut off", {"rollout/truncated": "responses"}, "share"),
     Chart("Gradient norm", {"optim/grad_norm": "before clipping"}, log=True),
     Chart("Learning rate", {"optim/lr": "learning rate"}),

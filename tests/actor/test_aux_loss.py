@@ -12,6 +12,7 @@ import torch
 from megarl.data.packing import plan_rows
 from megarl.models.flops import pass_flops
 from megarl.models.spec import read_spec
+from megarl.types import Sample
 from tests.actor.compare import mesh_of
 from tests.actor.split_cases import masked
 from tests.helpers.dist import WorkerPool
@@ -49,6 +50,8 @@ def expected(
     model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32)
     total = torch.zeros(())
     for row in rows:
+        if not row:
+            continue
         outputs = [
             model(torch.from_numpy(SAMPLES[i].tokens).long()[None], output_router_logits=True)
             for i in row
@@ -66,13 +69,13 @@ def found(
     layout: dict[str, int],
     row_tokens: int,
     kind: str = "aux_loss_coeff",
-    **more: Any,
+    samples: list[Sample] = SAMPLES,
 ) -> dict[str, Any]:
     results = pool.run(
         "tests.actor.work_aux_loss:gradients_of",
         world=mesh_of(layout).world_size,
-        **{"hf": hf, "layout": layout, "samples": SAMPLES},
-        **{"row_tokens": row_tokens, "moe": {kind: COEF, **more}},
+        **{"hf": hf, "layout": layout, "samples": samples},
+        **{"row_tokens": row_tokens, "moe": {kind: COEF}},
     )
     return {n: g for part in results for n, g in part.items()}
 
@@ -97,17 +100,36 @@ def test_it_is_the_mean_over_rows_of_the_formula(
     assert_gradients(found(pool, tiny_model, layout, row_tokens), reference)
 
 
-WHOLE_ROWS = [{"dp": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}]  # of split ones upstream averages parts
+SOME = [{}, {"cp": 2}, {"tp": 2}]
+REST = [*(x for x in LAYOUTS if x not in SOME), *FOUR_RANKS]
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [{}, {"dp": 2, "ep": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in WHOLE_ROWS)],
-    ids=str,
+    "layout", [*SOME, *(pytest.param(x, marks=pytest.mark.slow) for x in REST)], ids=str
 )
 def test_the_z_loss_likewise(pool: WorkerPool, tiny_model: Path, layout: dict[str, int]) -> None:
+    """Also where ranks share a row and have unlike numbers of its true tokens."""
     reference = expected(tiny_model, packed(tiny_model, layout, 60), "z_loss_coeff")
     assert_gradients(found(pool, tiny_model, layout, 60, "z_loss_coeff"), reference)
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    ("layout", "rows"),
+    [
+        ({"dp": 2}, [[0], []]),
+        pytest.param({"pp": 2, "vpp": 2}, [[0], []], marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2}, [[0], []], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_row_without_a_token_adds_nothing(
+    pool: WorkerPool, tiny_model: Path, layout: dict[str, int], rows: list[list[int]], kind: str
+) -> None:
+    """It counts in the mean; what is 0 / 0 in it must not reach the others."""
+    reference = expected(tiny_model, rows, kind)
+    one = found(pool, tiny_model, layout, 60, kind, samples=SAMPLES[:1])
+    assert_gradients(one, reference)
 
 
 def packed(hf: Path, layout: dict[str, int], row_tokens: int) -> list[list[int]]:

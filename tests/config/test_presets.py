@@ -33,6 +33,20 @@ def test_no_two_presets_are_the_same_algorithm() -> None:
             assert found[one] != found[other], (one, other)
 
 
+SHIPPED = sorted((ALGOS[0].parents[1]).glob("*/*.yaml")) + sorted(
+    ALGOS[0].parents[1].glob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_no_preset_balances_experts_or_moves_their_bias(file: Path) -> None:
+    """What moves the choice of experts away from the servers' is for a run to ask for."""
+    alone = file.parent.name not in ("algos", "configs")  # what needs an algorithm beside it
+    moe = load_config([ALGOS[0], file] if alone else [file], RUN).moe
+    found = (moe.aux_loss_coeff, moe.z_loss_coeff, moe.router_bias_update_rate)
+    assert found == (0, 0, 0) and not moe.model_fields_set
+
+
 def test_presets_of_the_papers_are_there() -> None:
     named = {
         *("ppo", "grpo", "grpo_process", "dapo", "dr_grpo", "skywork_or1", "gspo", "gspo_token"),

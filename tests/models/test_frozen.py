@@ -1,6 +1,8 @@
 """What ``train.frozen`` names, and what it may not."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from megarl.errors import ConfigError
 from megarl.models.frozen import frozen_parameters
 from megarl.models.spec import ModelSpec, read_spec
 from tests.conftest import make_tiny_model
+from tests.models.test_spec_families import DEEPSEEK_V3
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +52,26 @@ def test_a_pattern_is_of_whole_names_of_either_library(
     assert not frozen_parameters([], spec).is_frozen(frozen)
 
 
-def test_an_expert_bias_stays_with_its_router_or_by_itself(spec: ModelSpec) -> None:
-    bias = "decoder.layers.{}.mlp.router.expert_bias"
-    found = frozen_parameters(["model.layers.1.mlp.gate.weight"], spec)
-    assert found.is_frozen(bias.format(1)) and not found.is_frozen(bias.format(2))
-    found = frozen_parameters(["model.layers.[23].*"], spec)
-    assert [found.is_frozen(bias.format(k)) for k in range(4)] == [False, False, True, True]
+@pytest.mark.parametrize(
+    ("pattern", "biases", "routers"),
+    [
+        ("model.layers.3.mlp.gate.weight", {3}, {3}),
+        ("model.layers.[45].*", {4, 5}, {4, 5}),
+        ("*.4.mlp.gate.e_score_correction_bias", {4}, set()),
+        ("decoder.layers.5.mlp.router.expert_bias", {5}, set()),
+        ("decoder.layers.?.mlp.router.*", {3, 4, 5}, {3, 4, 5}),
+        ("model.embed_tokens.*", set(), set()),
+    ],
+)
+def test_an_expert_bias_stays_with_its_router_or_by_itself(
+    tmp_path: Path, pattern: str, biases: set[int], routers: set[int]
+) -> None:
+    changes = {"num_hidden_layers": 6, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**DEEPSEEK_V3, **changes}))
+    found = frozen_parameters([pattern], read_spec(tmp_path))
+    for kind, expected in (("expert_bias", biases), ("weight", routers)):
+        name = "decoder.layers.{}.mlp.router." + kind
+        assert {k for k in (3, 4, 5) if found.is_frozen(name.format(k))} == expected
 
 
 def test_tied_embeddings_are_one_tensor(spec: ModelSpec) -> None:
