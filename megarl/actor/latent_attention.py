@@ -44,7 +44,10 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(hidden, self.weight), None
+        return self._forward_impl(hidden, self.weight), None
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, weight)
 
 
 class LatentAttention(MLASelfAttention):

@@ -34,6 +34,7 @@ from megarl.actor.adam import (
     set_steps,
     steps_taken,
 )
+from megarl.actor.fp8_delayed import delayed_state, load_delayed_state
 from megarl.actor.names import unwrap
 from megarl.actor.residence import OPTIMIZER, WEIGHTS
 from megarl.actor.setup import Parallel
@@ -72,6 +73,7 @@ def save_trained(trained: TrainedModel, path: Path) -> None:
         create_moments(trained.optimizer)  # of a run whose steps were all left out so far
         with _counted(trained) as steps:
             state = {**_trained_state(trained, loading=False), "steps": steps}
+            state["fp8"] = delayed_state(trained.model, trained.parallel.dp_cp)
             _save(state, trained.parallel, path)
 
 
@@ -80,7 +82,11 @@ def load_trained(trained: TrainedModel, path: Path) -> None:
     with trained.resident(), trained.parallel.active():
         create_moments(trained.optimizer)
         with _counted(trained):
-            state = _load(_trained_state(trained, loading=True), trained.parallel, path)
+            wanted = _trained_state(trained, loading=True)
+            fp8 = delayed_state(trained.model, trained.parallel.dp_cp)
+            wanted["fp8"] = {key: fp8[key] for key in fp8.keys() & _tensors(path)}
+            state = _load(wanted, trained.parallel, path)
+        load_delayed_state(trained.model, state.get("fp8", {}))
         _fill(trained.model, state["model"])
         steps = state.get("steps")  # older checkpoints have it in the optimizer's state alone
         trained.optimizer.load_state_dict(_regroup(state["optimizer"], trained.optimizer, steps))
@@ -163,6 +169,13 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp)
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
     return loaded
+
+
+def _tensors(path: Path) -> set[str]:
+    """Keys of a checkpoint; empty where there is none, which ``_load`` says."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return set()
+    return set(dist_checkpointing.load_tensors_metadata(str(path)))
 
 
 @contextmanager

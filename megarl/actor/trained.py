@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 from megarl.actor.expert_bias import forget_routed, move_expert_bias
+from megarl.actor.fp8_delayed import new_step
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.options import ddp_options
@@ -92,6 +93,7 @@ class TrainedModel:
             chunk.train()
             chunk.zero_grad_buffer()
         forget_routed(self.model)
+        new_step(self.model)
         self.optimizer.zero_grad()
         with self.parallel.active():
             found = run_schedule(self.model, rows, self.parallel, forward_only=False, finish=loss)
