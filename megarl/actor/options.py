@@ -13,6 +13,7 @@ import torch
 from megarl.actor.fp8 import fp8_ddp_options, fp8_optimizer_options, fp8_options
 from megarl.config.megatron import MoeSection, MuonSection, OverlapSection, RecomputeSection
 from megarl.config.schema import Config, OptimSection, TrainSection
+from megarl.config.training import FP8_LAYERS
 from megarl.errors import ConfigError, Problem
 from megarl.installed import TE_NEEDED, installed
 from megarl.models.spec import ModelSpec
@@ -64,9 +65,9 @@ def transformer_impl(config: Config) -> str:
     """What layers are made of: ``train.transformer_impl``, decided."""
     if config.train.transformer_impl != "auto":
         return config.train.transformer_impl
-    emulated = config.precision.fp8 is not None and config.precision.fp8.backend == "emulated"
+    fp8 = config.precision.fp8
     usable = torch.cuda.is_available() and installed().transformer_engine >= TE_NEEDED
-    return "transformer_engine" if usable and not emulated else "local"
+    return FP8_LAYERS["te" if fp8 is None else fp8.backend] if usable else "local"
 
 
 def _recompute(section: RecomputeSection) -> dict[str, Any]:

@@ -137,6 +137,26 @@ def test_transformer_engine_needs_a_gpu_where_it_is_installed(setting: str) -> N
     assert "(it is not installed)" in found(hardware_problems(config(setting), 8, without_te))[key]
 
 
+@pytest.mark.parametrize(
+    "impl, backend, accepted",
+    [
+        ("local", "te", "auto, transformer_engine: precision.fp8.backend=te is in these"),
+        (
+            "transformer_engine",
+            "emulated",
+            "auto, local: precision.fp8.backend=emulated is in these",
+        ),
+    ],
+)
+def test_fp8_is_computed_by_layers_of_one_kind(impl: str, backend: str, accepted: str) -> None:
+    fp8 = f"precision.fp8={{backend: {backend}}}"
+    key = "train.transformer_impl"
+    problems = found(training_problems(config(f"{key}={impl}", fp8), None))
+    assert problems == {key: f"{impl} | {accepted}"}
+    for other in {"auto", "local", "transformer_engine"} - {impl}:
+        assert found(training_problems(config(f"{key}={other}", fp8), None)) == {}
+
+
 @pytest.mark.parametrize("impl", ["auto", "local"])
 def test_other_layers_need_nothing(impl: str) -> None:
     asked = config(f"train.transformer_impl={impl}")

@@ -1,5 +1,5 @@
-"""What workers do: build, load, save, look. In a worker whose first import was ``tests.te.shim``
-layers are Transformer Engine's, in any other Megatron's own.
+"""What workers do: build, load, save, look. In those of ``te_pool`` layers are made of Transformer
+Engine's modules, in those of ``local_pool`` of Megatron's own.
 """
 
 from collections.abc import Callable

@@ -5,29 +5,35 @@ for ``test_environment.py``, which is how `make test-all` comes by them.
 
 A test has two kinds of worker processes. In those of ``te_pool`` Transformer Engine is visible:
 models with ``train.transformer_impl: transformer_engine`` can be built there, loaded, saved and
-looked at, their optimizer is FusedAdam, and nothing computes. In those of ``pool`` it is hidden, as
-in every run on CPUs: models are local, their optimizer is torch's AdamW, and they train. What a
-worker does is a function of a module ``work*.py`` here, whose first import is ``tests.te.shim``.
+looked at, their optimizer is FusedAdam, and nothing computes. In those of ``local_pool`` it is
+hidden, as in every run on CPUs: models are local, their optimizer is torch's AdamW, and they train.
 
-For a test of settings, ``work.build`` gives an actor and ``work.quantisation`` says which of its
-modules will compute in FP8 and how::
+What a worker does is a function of any module that is not imported here, such as ``actions.py``.
+There ``with_actor(use, hf, layout, **sections)`` calls ``use`` with an actor built from settings::
 
-    found = te_pool.run("tests.te.work:quantised", world=1, hf=families["qwen3_moe tied"],
+    def recipes(rank: int, hf: Path, layout: Layout, **sections: Any) -> ...:
+        return with_actor(lambda actor: look_at(actor.model), hf, layout, **sections)
+
+    found = te_pool.run("tests.te.work_fp8:recipes", world=1, hf=families["qwen3_moe tied"],
                         layout={}, precision={"dtype": "bf16", "fp8": {"recipe": "blockwise"}})
+
+Constructors that keep parameters in FP8 call one kernel, which rounds them: a worker that builds
+such a model calls ``rounding.install()`` before, and its matrices need sides that are multiples of
+128 (``families.save_model`` takes other dimensions as keywords).
 """
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from megarl.installed import version
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import MODELS, save_model
 
 HERE = Path(__file__).parent
-WITH_TE = importlib.util.find_spec("transformer_engine_torch") is not None
+WITH_TE = version("transformer-engine-torch") is not None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,7 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def te_pool() -> Iterator[WorkerPool]:
     """Workers that see Transformer Engine."""
-    workers = WorkerPool()
+    workers = WorkerPool(first="tests.te.shim")
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def local_pool() -> Iterator[WorkerPool]:
+    """Workers that do not, as every process of a run on CPUs, which also imports this first."""
+    workers = WorkerPool(first="megarl.actor")
     yield workers
     workers.close()
 

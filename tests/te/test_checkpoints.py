@@ -14,12 +14,13 @@ from tests.te.test_models import LAYOUTS, assert_same_bits, fits, place, run, to
 pytestmark = pytest.mark.dist
 
 ELSEWHERE = {"pp": 2}
+Kind = tuple[WorkerPool, dict[str, Any]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("to_te", [True, False], ids=["local to TE", "TE to local"])
 def test_weights_move(
-    pool: WorkerPool,
+    local_pool: WorkerPool,
     te_pool: WorkerPool,
     families: dict[str, Path],
     tmp_path: Path,
@@ -32,8 +33,8 @@ def test_weights_move(
             continue
         path, here = tmp_path / str(i), place(layout, name)
         grouped = {"moe": {"grouped_gemm": i % 2 == 0}}  # of Transformer Engine's experts
-        local = {"pool": pool, "function": "actions:{}", "arguments": {}}
-        te = {"pool": te_pool, "function": "work:{}", "arguments": grouped}
+        local: Kind = (local_pool, {})
+        te: Kind = (te_pool, grouped)
         first, then = (local, te) if to_te else (te, local)
         _run(first, "saved", here, hf=hf, path=path)
         for there in (here, place(ELSEWHERE, name)):
@@ -41,9 +42,9 @@ def test_weights_move(
             assert_same_bits(found, load_file(hf / "model.safetensors"))
 
 
-def _run(kind: dict[str, Any], what: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
-    function = kind["function"].format(what)
-    return run(kind["pool"], function, layout, **arguments, **kind["arguments"])
+def _run(kind: Kind, what: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
+    pool, more = kind
+    return run(pool, f"actions:{what}", layout, **arguments, **more)
 
 
 BF16 = {"precision": {"dtype": "bf16"}}
@@ -61,7 +62,7 @@ WAYS = [  # layout that trains, settings of its optimizer, layout that the state
 @pytest.mark.parametrize("name", ["qwen3_moe tied", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("layout, optim, through", WAYS, ids=str)
 def test_training_goes_on_as_if_its_state_had_not_passed_through_fused_adam(
-    pool: WorkerPool,
+    local_pool: WorkerPool,
     te_pool: WorkerPool,
     families: dict[str, Path],
     tmp_path: Path,
@@ -78,11 +79,11 @@ def test_training_goes_on_as_if_its_state_had_not_passed_through_fused_adam(
     until = {"save_at": 2, "until": 4}
     train = "tests.actor.work_state:trained_on"
     there, world = place(layout, name), 2 if layout else 1
-    straight = pool.run(train, world=world, layout=there, path=saved, **until, **settings)
+    straight = local_pool.run(train, world=world, layout=there, path=saved, **until, **settings)
     train_te = {"train": {"transformer_impl": "transformer_engine", "row_tokens": 96}}
     moe = {"moe": {"grouped_gemm": True}}
     passage = {"path": saved, "out": again, **settings, **train_te, **moe}
-    kept = run(te_pool, "work:passed_through_fused_adam", place(through, name), **passage)
+    kept = run(te_pool, "actions:passed_through_fused_adam", place(through, name), **passage)
     for of_rank in kept:
         assert of_rank["optimizers"] == [
             "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
@@ -90,6 +91,6 @@ def test_training_goes_on_as_if_its_state_had_not_passed_through_fused_adam(
         assert of_rank["steps"] and all(type(s) is int and s == 2 for s in of_rank["steps"])
         assert of_rank["moments"] == {"exp_avg", "exp_avg_sq"}
     resume = "tests.actor.work_state:resumed"
-    rest = pool.run(resume, world=world, layout=there, path=again, **until, **settings)
+    rest = local_pool.run(resume, world=world, layout=there, path=again, **until, **settings)
     for part in ("before", "after"):
         assert_same_bits(together([r[part] for r in rest]), together([r[part] for r in straight]))

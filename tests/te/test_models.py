@@ -61,7 +61,7 @@ def test_names_and_shapes_are_those_that_the_mapping_has(
         if not fits(layout, name):
             continue
         moe = {"grouped_gemm": grouped}
-        ranks = run(te_pool, "work:parameters", place(layout, name), hf=folder, moe=moe)
+        ranks = run(te_pool, "actions:parameters", place(layout, name), hf=folder, moe=moe)
         assert set().union(*ranks) == parameter_names(name, folder, grouped=grouped), name
         spec = read_spec(folder)
         mapping = mapping_for(spec, padded_vocab_size(spec.vocab, 64))
@@ -85,7 +85,7 @@ def test_weights_of_files_come_out_bit_for_bit(
         if not fits(layout, name):
             continue
         moe = {"grouped_gemm": grouped}
-        ranks = run(te_pool, "work:exported", place(layout, name), hf=folder, moe=moe)
+        ranks = run(te_pool, "actions:exported", place(layout, name), hf=folder, moe=moe)
         assert_same_bits(together(ranks), load_file(folder / "model.safetensors"))
 
 

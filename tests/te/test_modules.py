@@ -63,14 +63,14 @@ def test_layers_are_made_of_its_modules(
     te_pool: WorkerPool, families: dict[str, Path], name: str
 ) -> None:
     grouped = {"grouped_gemm": True}
-    found = modules(te_pool, "work:modules", families[name], moe=grouped)
+    found = modules(te_pool, "actions:modules", families[name], moe=grouped)
     wanted = OUTSIDE | {f"{LAST}{part}": kind for part, kind in OF_TE[name].items()}
     assert {part: found["modules"].get(part) for part in wanted} == wanted
     assert found["optimizers"] == FUSED
 
 
 def test_experts_may_be_computed_one_by_one(te_pool: WorkerPool, families: dict[str, Path]) -> None:
-    found = modules(te_pool, "work:modules", families["deepseek_v3"])["modules"]
+    found = modules(te_pool, "actions:modules", families["deepseek_v3"])["modules"]
     assert found[f"{LAST}mlp.experts"] == "SequentialMLP"
     assert found[f"{LAST}mlp.experts.local_experts.7.linear_fc1"] == "TEColumnParallelLinear"
     assert found[f"{LAST}mlp.experts.local_experts.7.linear_fc2"] == "TERowParallelLinear"
@@ -79,7 +79,7 @@ def test_experts_may_be_computed_one_by_one(te_pool: WorkerPool, families: dict[
 def test_attention_in_fp32_stays_ours(te_pool: WorkerPool, families: dict[str, Path]) -> None:
     """Its fast kernels are for 16 bits."""
     fp32 = {"dtype": "fp32"}
-    found = modules(te_pool, "work:modules", families["qwen3"], precision=fp32)["modules"]
+    found = modules(te_pool, "actions:modules", families["qwen3"], precision=fp32)["modules"]
     assert found[f"{LAST}self_attention.core_attention"] == "PackedAttention"
     assert found[f"{LAST}self_attention.linear_proj"] == "TERowParallelLinear"
 
@@ -87,14 +87,16 @@ def test_attention_in_fp32_stays_ours(te_pool: WorkerPool, families: dict[str, P
 def test_layers_behind_the_last_are_megatrons_own(
     te_pool: WorkerPool, families: dict[str, Path]
 ) -> None:
-    found = modules(te_pool, "work:modules", families["glm4_moe"])["modules"]
+    found = modules(te_pool, "actions:modules", families["glm4_moe"])["modules"]
     behind = {kind for name, kind in found.items() if name.startswith("mtp.")}
     assert behind and not {kind for kind in behind if kind.startswith("TE")}
 
 
-def test_without_a_gpu_a_run_does_not_see_it(pool: WorkerPool, families: dict[str, Path]) -> None:
+def test_without_a_gpu_a_run_does_not_see_it(
+    local_pool: WorkerPool, families: dict[str, Path]
+) -> None:
     """It is installed here, and an ordinary worker builds what it builds without."""
-    found = modules(pool, "actions:modules", families["qwen3"])
+    found = modules(local_pool, "actions:modules", families["qwen3"])
     layer = {name: kind for name, kind in found["modules"].items() if name.startswith(LAST)}
     assert layer[f"{LAST}self_attention.linear_qkv"] == "ColumnParallelLinear"
     assert not {kind for kind in layer.values() if kind.startswith("TE")}

@@ -1,7 +1,5 @@
 """What workers do with parameters that are kept in FP8."""
 
-import tests.te.shim  # isort: skip  # noqa: F401  first of all
-
 from pathlib import Path
 from typing import Any
 
