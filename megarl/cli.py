@@ -267,7 +267,7 @@ def plan(
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="As if its state were on the host.")
     ] = False,
-    fp8: Annotated[bool, typer.Option("--fp8", help="As if layers computed in FP8.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="As if precision.fp8 were set.")] = False,
     suggestions: Annotated[int, typer.Option(min=0, help="Layouts to suggest.")] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write a record instead; -: to stdout.")
@@ -281,8 +281,8 @@ def plan(
     from megarl.plan.job import layout_of, plan_job, read_job, what_if
     from megarl.plan.search import suggest
 
-    job = read_job(arguments, gpus=gpus, gpu_gib=gpu_memory, sample_tokens=sample_tokens)
-    choices, ways = what_if(job, recompute, offload_optimizer=offload_optimizer, fp8=fp8)
+    job = read_job(arguments, gpus=gpus, gpu_gib=gpu_memory, sample_tokens=sample_tokens, fp8=fp8)
+    choices, ways = what_if(job, recompute, offload_optimizer=offload_optimizer)
     planned = plan_job(job, layout_of(job), choices)
     found = suggest(job, ways, suggestions) if suggestions else None
     if json_file is None:

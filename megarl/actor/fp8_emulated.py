@@ -71,6 +71,15 @@ class Fp8Recipe:
         backward = {"e4m3": "e4m3", "hybrid": "e5m2"}[section.format]
         return cls(section.recipe, "e4m3", backward, section.scales == "power_of_two")
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """In the words of ``Fp8Section``."""
+        format = "e4m3" if self.backward == self.forward else "hybrid"
+        found = {"recipe": self.name, "format": format}
+        if self.name == "blockwise":
+            found["scales"] = "power_of_two" if self.power_of_two else "f32"
+        return found
+
 
 def emulate_fp8(model: Sequence[GPTModel], parallel: Parallel, section: Fp8Section) -> None:
     """Let the linears of the chunks' decoder layers compute in FP8, but for the first and last

@@ -210,6 +210,8 @@ def in_training(
     model = wrap_ddp(core, dtype, ddp_options(config))
     optimizer = build_optimizer(config, dtype, model)
     megatron = core[0].config
+    if torch.distributed.get_rank() == 0:
+        log.info("layers: %s", megatron.transformer_impl)
     megatron.finalize_model_grads_func = finalize_model_grads
     if config.overlap.grad_reduce:  # only in the last backward pass of an optimizer step
         contexts = [chunk.no_sync for chunk in model]

@@ -270,6 +270,11 @@ class TrainSection(Section):
     has the shortest of the lengths that holds its rows, the same on all ranks. Pipeline stages then
     tell each other the shape of every activation they exchange.
     """
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """What layers are made of: Megatron's own modules, or Transformer Engine's, which need a GPU.
+    auto: Transformer Engine's where it and GPUs are, unless ``precision.fp8`` is emulated.
+    Checkpoints of either are read by both. docs/transformer-engine.md.
+    """
     gradient_accumulation_fusion: Literal["auto", "always", "never"] = "auto"
     """Weight gradients are added to the accumulated ones by the matrix product itself: apex's
     kernel fused_weight_gradient_mlp_cuda. auto: where it is installed.
