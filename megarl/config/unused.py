@@ -102,7 +102,7 @@ RULES = (
     Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
         (
-            *("rollout.port", "rollout.max_running", "rollout.fixed_shape"),
+            *("rollout.port", "rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
             *("rollout.server_command", "rollout.server_args"),
         ),
         "the servers of rollout.urls already run with settings of their own",
@@ -110,7 +110,7 @@ RULES = (
     ),
     Rule(
         _managed("sglang"),
-        ("rollout.max_running", "rollout.fixed_shape"),
+        ("rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
         "it is of the embedded server, and rollout.engine=sglang",
         "rollout.server_args for SGLang's own options",
     ),
@@ -259,7 +259,7 @@ def unused_settings(config: Config, experts: int | None) -> Iterator[Problem]:
 
 
 def _says_off(config: Config, key: str, value: object) -> bool:
-    if value not in (None, False, 0, (), ""):
+    if value not in (None, False, 0, (), "", "none"):
         return False
     return bool(field_of(config, key).get_default() == value)
 
