@@ -144,6 +144,9 @@ def serve(
     fixed_shape: Annotated[
         bool, typer.Option(help="Always compute full batches: bits do not depend on neighbours.")
     ] = True,
+    fp8: Annotated[
+        str, typer.Option(help="Compute as with FP8 weights, scales f32 or power_of_two.")
+    ] = "none",
     parent_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
 ) -> None:
     """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
@@ -159,6 +162,7 @@ def serve(
         context_length=context_length,
         dtype=dtype,
         fixed_shape=fixed_shape,
+        fp8=fp8,
         parent_pid=parent_pid,
     )
     raise typer.Exit(status)

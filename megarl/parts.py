@@ -12,8 +12,8 @@ from typing import Any
 
 from megarl.actor.actor import MegatronActor, build_actor
 from megarl.actor.critic import MegatronCritic, build_critic, load_start
-from megarl.actor.fp8 import Report, require_fp8
-from megarl.actor.fp8 import describe as describe_fp8
+from megarl.actor.fp8_active import Report, require_fp8
+from megarl.actor.fp8_active import describe as describe_fp8
 from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_parallel
 from megarl.actor.state import load_model, load_trained
 from megarl.actor.trained import TrainedModel

@@ -45,7 +45,14 @@ from megarl.actor.latent_attention import ReplicatedLinear
 from megarl.actor.names import global_parameters
 from megarl.actor.setup import Parallel
 from megarl.config.fp8 import Fp8Section
-from megarl.ops.fp8_emulation import blockwise, mxfp8, scaled, tensorwise
+from megarl.ops.fp8_emulation import (
+    blockwise,
+    finite_rows,
+    mxfp8,
+    scaled,
+    tensorwise,
+    with_bad,
+)
 
 LINEARS = (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
@@ -63,6 +70,15 @@ class Fp8Recipe:
     def of(cls, section: Fp8Section) -> "Fp8Recipe":
         backward = {"e4m3": "e4m3", "hybrid": "e5m2"}[section.format]
         return cls(section.recipe, "e4m3", backward, section.scales == "power_of_two")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """In the words of ``Fp8Section``."""
+        format = "e4m3" if self.backward == self.forward else "hybrid"
+        found = {"recipe": self.name, "format": format}
+        if self.name == "blockwise":
+            found["scales"] = "power_of_two" if self.power_of_two else "f32"
+        return found
 
 
 def emulate_fp8(model: Sequence[GPTModel], parallel: Parallel, section: Fp8Section) -> None:
@@ -187,7 +203,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, of: Products, grad_enabled: bool) -> Tensor:
-        rows, bad = _finite_rows(x.reshape(-1, x.shape[-1]))
+        rows, bad = finite_rows(x.reshape(-1, x.shape[-1]))
         ctx.of, ctx.scales = of, of.scales(rows, weight, grad_enabled)
         ctx.save_for_backward(x, weight)
         scale, weight_scale = ctx.scales
@@ -195,7 +211,7 @@ class _Linear(torch.autograd.Function):
             of.input(rows, scale, over_rows=False)
             @ of.weight(weight, weight_scale, over_rows=False).t()
         )
-        return _with_bad(y, bad).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        return with_bad(y, bad).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,16 +219,16 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         scale, weight_scale = ctx.scales
         (dy,) = gradients
-        dy, bad = _finite_rows(dy.reshape(-1, dy.shape[-1]))
+        dy, bad = finite_rows(dy.reshape(-1, dy.shape[-1]))
         dy_scale = of.gradient_scale(dy)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = of.gradient(dy, dy_scale, over_rows=False) @ of.weight(
                 weight, weight_scale, over_rows=True
             )
-            dx = _with_bad(dx, bad).to(x.dtype).view(x.shape)
+            dx = with_bad(dx, bad).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            rows, bad_x = _finite_rows(x.reshape(-1, x.shape[-1]))
+            rows, bad_x = finite_rows(x.reshape(-1, x.shape[-1]))
             dw = of.gradient(dy, dy_scale, over_rows=True).t() @ of.input(
                 rows, scale, over_rows=True
             )
@@ -221,15 +237,3 @@ class _Linear(torch.autograd.Function):
             dw = dw.to(weight.dtype)
         of.end_backward()
         return dx, dw, None, None
-
-
-def _finite_rows(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """x [T, K] with zeros for rows that are not finite, and which these are."""
-    bad = ~x.isfinite().all(1)
-    if not bad.any():
-        return x, None
-    return x.masked_fill(bad[:, None], 0), bad
-
-
-def _with_bad(y: Tensor, bad: Tensor | None) -> Tensor:
-    return y if bad is None else y.masked_fill_(bad[:, None], float("nan"))

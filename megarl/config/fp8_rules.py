@@ -66,10 +66,6 @@ def fp8_problems(
     if config.precision.dtype != "bf16":
         accepted = f"bf16, or {KEY}: null: what is not in FP8 is bf16"
         yield Problem("precision.dtype", config.precision.dtype, accepted)
-    impl = {"te": "local", "emulated": "transformer_engine"}[section.backend]
-    if config.train.transformer_impl == impl:
-        accepted = f"auto, with {KEY}.backend={section.backend}, whose layers are others"
-        yield Problem("train.transformer_impl", impl, accepted)
     if section.recipe == "delayed":
         for name, count in _ends(section).items():
             accepted = "0, or another recipe: delayed updates the scales of all layers at once"

@@ -225,6 +225,11 @@ class RolloutSection(Section):
     """Managed embedded server: always compute full batches, so that a sample's bits do not depend
     on its neighbours.
     """
+    fp8: Literal["none", "f32", "power_of_two"] = "none"
+    """Managed embedded server: compute as a server of FP8 weights does, in blocks of 128 x 128 with
+    scales of this kind, those of activations in 1 x 128. It still receives bf16 (or fp32) weights.
+    docs/fp8-emulation.md.
+    """
     server_command: tuple[str, ...] = ()
     """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m",
     "sglang.launch_server"].

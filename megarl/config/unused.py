@@ -108,7 +108,7 @@ RULES = (
     Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
         (
-            *("rollout.port", "rollout.max_running", "rollout.fixed_shape"),
+            *("rollout.port", "rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
             *("rollout.server_command", "rollout.server_args"),
         ),
         "the servers of rollout.urls already run with settings of their own",
@@ -116,7 +116,7 @@ RULES = (
     ),
     Rule(
         _managed("sglang"),
-        ("rollout.max_running", "rollout.fixed_shape"),
+        ("rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
         "it is of the embedded server, and rollout.engine=sglang",
         "rollout.server_args for SGLang's own options",
     ),

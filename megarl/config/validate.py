@@ -158,6 +158,10 @@ def _servers(config: Config) -> Iterator[Problem]:
     if rollout.urls and rollout.key_file is None:
         accepted = "the file with the key of the servers in rollout.urls"
         yield Problem("rollout.key_file", "nothing", accepted)
+    fp8 = config.precision.fp8
+    if fp8 is not None and fp8.recipe == "blockwise" and rollout.fp8 not in ("none", fp8.scales):
+        accepted = f"{fp8.scales}, as precision.fp8.scales, or both would have other weights"
+        yield Problem("rollout.fp8", rollout.fp8, accepted)
     for i, argument in enumerate(rollout.server_args):
         if argument.partition("=")[0] in _SET_BY_THE_RUN:
             accepted = f"anything but {', '.join(_SET_BY_THE_RUN)}: the run sets these"

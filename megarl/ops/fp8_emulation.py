@@ -17,7 +17,8 @@ What shares a multiplier, and which (``largest``: of the format, e4m3 448, e5m2 
 3. Every result is a product of a code (4 bits) and a float32, rounded once to float32: bits that a
    kernel which scales sums of code products does not lose, 2^-24 of each operand. Powers of two
    lose nothing.
-4. NaN and infinities are refused, named by their place: RuntimeError.
+4. NaN and infinities are refused, named by their place: RuntimeError. ``finite_rows`` and
+   ``with_bad`` let a product of rows pass them on instead.
 
 Sources: OCP Microscaling Formats 1.0 (mxfp8); DeepSeek-V3, section 3.3 (blockwise).
 """
@@ -101,6 +102,19 @@ def mxfp8(x: Tensor, *, format: str) -> Tensor:
 def amax(x: Tensor) -> Tensor:
     """f32 []; 0 of an empty tensor."""
     return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+
+
+def finite_rows(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x with zeros for rows that are not finite, and which these are, bool [N], if any."""
+    bad = ~x.isfinite().all(1)
+    if not bad.any():
+        return x, None
+    return x.masked_fill(bad[:, None], 0), bad
+
+
+def with_bad(y: Tensor, bad: Tensor | None) -> Tensor:
+    """y [N, ...], in place: NaN in the rows that ``finite_rows`` found."""
+    return y if bad is None else y.masked_fill_(bad[:, None], float("nan"))
 
 
 def next_multiplier(amax: Tensor, present: Tensor, *, format: str, margin: float = 0.0) -> Tensor:

@@ -114,9 +114,8 @@ WRONG = [
     ),
     (
         {},
-        [ALL, ("self_attention.linear_qkv", 0, {"recipe": "delayed", "margin": 1})],
-        ["self_attention.linear_qkv in fp8 delayed e4m3, amax_history 1024, amax_algo max, margin "
-         f"1, layers 0; accepted: {TEXT}"],
+        [ALL, ("self_attention.linear_qkv", 0, {"recipe": "delayed"})],
+        [f"self_attention.linear_qkv in fp8 delayed e4m3, layers 0; accepted: {TEXT}"],
     ),
     ({"first_layers_bf16": 1, "last_layers_bf16": 1}, [ALL, ("*", 0, None), ("*", 3, None)], []),
     (

@@ -10,7 +10,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_context
 
-from megarl.actor.fp8 import describe, examine, fp8_options, fp8_problems, products, require_fp8
+from megarl.actor.fp8 import fp8_options
+from megarl.actor.fp8_active import describe, examine, fp8_problems, products, require_fp8
+from megarl.actor.fp8_emulated import Fp8Recipe
 from megarl.actor.model import build_model
 from megarl.actor.options import plain_options
 from megarl.actor.setup import init_parallel
@@ -73,7 +75,7 @@ def marked(
                 if kind == "*" and "router" in product.kind:
                     continue
                 if layer is None or layer == product.layer:
-                    product.module.fp8 = recipe and Fp8Section(**recipe)
+                    product.module.fp8 = recipe and Fp8Recipe.of(Fp8Section(**recipe))
         layers = model[0].config.num_layers
         problems = [str(p) for p in fp8_problems(examine(model, section), section, layers)]
         try:
