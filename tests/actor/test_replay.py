@@ -263,11 +263,10 @@ def test_training_replays_the_pass_before_the_update(
 @pytest.mark.parametrize(
     ("layout", "recompute"),
     [
-        ({}, "none"),
         ({}, "full"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [({}, "moe"), ({}, "block"), ({"pp": 2, "vpp": 2}, "pairs")]
+            for case in [({}, "none"), ({}, "moe"), ({}, "block"), ({"pp": 2, "vpp": 2}, "pairs")]
         ),
     ],
     ids=str,

@@ -52,7 +52,7 @@ def random(deepseek: Path) -> list[Sample]:
     return with_random_routing(SAMPLES, shape_of(deepseek))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_routing_of_another_layer_token_or_microbatch_changes_the_gradients(
     pool: WorkerPool, deepseek: Path, random: list[Sample], recompute: str
 ) -> None:
@@ -161,8 +161,17 @@ def test_a_reference_policy_chooses_for_itself(
     assert logprob_difference(found["old"], live) > 0.1
 
 
-@pytest.mark.parametrize("layout", [{}, {"dp": 2, "ep": 2}], ids=str)
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ({}, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [({}, "none"), ({"dp": 2, "ep": 2}, "full"), ({"tp": 2}, "moe")]
+        ),
+    ],
+    ids=str,
+)
 def test_an_expert_bias_moves_only_by_what_the_router_chose(
     pool: WorkerPool, deepseek: Path, random: list[Sample], layout: dict[str, int], recompute: str
 ) -> None:
