@@ -20,8 +20,8 @@ the router's own is taken.
 3. A layer takes the choices of a row exactly once in its forward pass, and exactly once more if
    that ran without gradients though it trains, which is what recomputation looks like. Anything
    else raises, with the numbers of layer and microbatch.
-4. Choices are put in the order of their live scores, as top-k gives them: replaying a pass's own
-   changes no bit.
+4. Where a token's choices are the router's own, they are in the router's order: sums over them have
+   the same bits, and replaying a pass's own choices changes none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +40,8 @@ from megarl.models.spec import ModelSpec
 from megarl.ops.routing_codec import find_bad_id
 from megarl.types import Mean, Metric, PackedBatch, StepMetrics
 
-# (scores [T, E], the router's own ids [T, K]) -> (ids [T, K], which of them are replayed bool [T])
-Take = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# the router's own ids i64 [T, K] -> (ids i64 [T, K], which tokens' are replayed bool [T])
+Take = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 Model = Sequence[torch.nn.Module]  # a stage's chunks
 
 
@@ -68,7 +68,7 @@ class TopK:
         if self.take is None:
             self.replayed = None
             return values, ids
-        ids, self.replayed = self.take(scores, ids)
+        ids, self.replayed = self.take(ids)
         return scores.gather(1, ids), ids
 
 
@@ -155,9 +155,9 @@ class RoutedPass:
         self._forward = None
         if row.first:
             raise self._wrong(k, row, row.first, "were not asked for in the forward pass")
-        if row.again:
+        if row.again and output.requires_grad:
             output.register_hook(partial(self._begin_backward, k, row))
-        else:
+        if not row.again:
             self._close(k, row)
         return output
 
@@ -192,9 +192,7 @@ class RoutedPass:
     def _begin_backward(self, k: int, row: _Row, gradient: torch.Tensor) -> None:
         self._backward[k] = row
 
-    def _take(
-        self, k: int, j: int, scores: torch.Tensor, live: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _take(self, k: int, j: int, live: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Layer ``j`` of chunk ``k`` chooses."""
         row = self._forward
         if row is not None:
@@ -213,19 +211,18 @@ class RoutedPass:
         if row.ids is None:
             row.found[j] = live
             return live, None
-        return self._replay(row, j, scores, live, counts=row is self._forward and self._training)
+        return self._replay(row, j, live, counts=row is self._forward and self._training)
 
     def _replay(
-        self, row: _Row, j: int, scores: torch.Tensor, live: torch.Tensor, *, counts: bool
+        self, row: _Row, j: int, live: torch.Tensor, *, counts: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert row.ids is not None and row.known is not None and row.counted is not None
         assert row.ids[j].shape == live.shape, (row.ids.shape, live.shape)
-        ids = torch.where(row.known[:, None], row.ids[j].long(), live)
-        by_score = scores.detach().gather(1, ids).argsort(dim=1, descending=True, stable=True)
+        wanted = row.ids[j].long()
+        other = (wanted.sort(dim=1).values != live.sort(dim=1).values).any(1) & row.known
         if counts:
-            other = (ids.sort(dim=1).values != live.sort(dim=1).values).any(1)
             self._changed.append((other & row.counted).sum())
-        return ids.gather(1, by_score), row.known
+        return torch.where(other[:, None], wanted, live), row.known
 
     def _close(self, k: int, row: _Row) -> None:
         """Nothing of the row is used any more on chunk ``k``."""

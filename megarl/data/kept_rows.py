@@ -25,6 +25,7 @@ FORMAT = 1
 KEPT_FILES = 4  # of one rank, the newest
 _FILE = re.compile(r"step_\d+\w*_rank_(\d+)\.npz")
 _BOUNDS = ("cu_seqlens", "lengths", "samples")  # by segment, not by token
+_OWN_TOKENS = ("old_routing",)  # of 1 / (cp tp) of every row's
 _PER_TOKEN = tuple(f.name for f in fields(PackedBatch) if f.name not in _BOUNDS)
 
 
@@ -136,7 +137,11 @@ def _kept(arrays: dict[str, NDArray[Any]]) -> KeptRows:
     samples = _cut(arrays["samples"], arrays["row_samples"])
     bounds = _cut(arrays["cu_seqlens"], segments + 1)
     lengths = _cut(arrays["lengths"], segments)
-    columns = {name: _cut(arrays[name], tokens) for name in _PER_TOKEN if name in arrays}
+    columns = {
+        name: _cut(arrays[name], _share(name, arrays[name], tokens))
+        for name in _PER_TOKEN
+        if name in arrays
+    }
     rows = [
         PackedBatch(
             cu_seqlens=torch.from_numpy(bounds[r]),
@@ -157,6 +162,11 @@ def _kept(arrays: dict[str, NDArray[Any]]) -> KeptRows:
         bad=[torch.from_numpy(part) for part in _cut(arrays["bad"], tokens)],
         output=[torch.from_numpy(part) for part in _cut(arrays["output"], tokens)],
     )
+
+
+def _share(name: str, array: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+    """How many entries each row has: one a token, but in what a rank holds of its own tokens."""
+    return tokens * len(array) // max(1, tokens.sum()) if name in _OWN_TOKENS else tokens
 
 
 def _cut(array: NDArray[Any], lengths: NDArray[Any]) -> list[NDArray[Any]]:

@@ -5,12 +5,16 @@ the independent computation is ``helpers/forced_routing.py``. Layouts and recomp
 with the same, so that a choice that reaches another layer, token or microbatch shows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from megarl.types import Sample
+from megarl.monitor.metrics import merge_metrics
+from megarl.types import Mean, Sample
 from tests.actor.compare import mesh_of
 from tests.actor.test_families import (
     GRADIENT_TOL,
@@ -24,6 +28,7 @@ from tests.helpers.families import reference_logprobs, save_model
 from tests.helpers.forced_routing import (
     forced_gradients,
     forced_logprobs,
+    live_routing,
     shape_of,
     with_random_routing,
 )
@@ -133,3 +138,195 @@ def test_one_process_computes_what_transformers_does_with_the_same_choices(
         }
         assert len(routers) == shape_of(models[name])[0], sorted(routers)
         assert all(float(g.abs().max()) > 1e-3 for g in routers.values()), name
+
+
+# Dense layer first and a layer behind the last; a dense layer in the middle
+FEW = ("deepseek_v3", "qwen3_moe")
+SOME = [
+    ({"tp": 2}, "moe"),  # sequence parallel
+    ({"cp": 2, "ep": 2}, "none"),
+    ({"pp": 2}, "block"),
+    ({"pp": 2, "vpp": 2}, "full"),
+]
+ALL = [
+    (layout, recompute)
+    for layout in [
+        {"tp": 2},
+        {"cp": 2},
+        {"pp": 2},
+        {"pp": 2, "vpp": 2},
+        {"pp": 2, "first_layers": 1},  # a stage without experts
+        {"pp": 2, "last_layers": 1},
+        {"dp": 2},
+        {"dp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "etp": 1},
+        {"cp": 2, "ep": 2},
+        {"tp": 2, "cp": 2},
+        {"tp": 2, "pp": 2, "vpp": 2},
+        {"cp": 2, "dp": 2, "ep": 2},
+        {"pp": 4},
+    ]
+    for recompute in RECOMPUTE
+]
+
+
+@pytest.mark.parametrize(("layout", "recompute"), SOME, ids=str)
+def test_a_layout_replays_the_same(
+    pool: WorkerPool,
+    models: dict[str, Path],
+    samples: dict[str, list[Sample]],
+    expected: Results,
+    layout: dict[str, int],
+    recompute: str,
+) -> None:
+    found = replayed(pool, models, samples, layout, recompute, FEW)
+    assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "recompute"), ALL, ids=str)
+def test_every_family_in_every_layout_replays_the_same(
+    pool: WorkerPool,
+    models: dict[str, Path],
+    samples: dict[str, list[Sample]],
+    expected: Results,
+    layout: dict[str, int],
+    recompute: str,
+) -> None:
+    assert_same(replayed(pool, models, samples, layout, recompute, tuple(MODELS)), expected)
+
+
+def replayed(
+    pool: WorkerPool,
+    models: dict[str, Path],
+    samples: dict[str, list[Sample]],
+    layout: dict[str, int],
+    recompute: str,
+    names: tuple[str, ...],
+) -> Results:
+    sections = {**R3, "recompute": RECOMPUTE[recompute]}
+    some = {n: models[n] for n in names}
+    found = evaluate(pool, some, {n: samples[n] for n in names}, layout, sections=sections)
+    assert all(results["rows"] >= (2 if layout.get("dp") else 4) for results in found.values())
+    return found
+
+
+# --- R2 -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def moved(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The models after an update that went far: other weights everywhere."""
+    folder = tmp_path_factory.mktemp("moved")
+    return {
+        name: save_model(MODELS[name][0], folder / name, seed=1, **MODELS[name][1]) for name in FEW
+    }
+
+
+@pytest.fixture(scope="session")
+def expected_of_old_choices(models: dict[str, Path], moved: dict[str, Path]) -> Results:
+    found = {}
+    for name in FEW:
+        old = live_routing(models[name], SAMPLES)  # of the last token, too
+        chosen = [replace(s, routing=r) for s, r in zip(SAMPLES, old, strict=True)]
+        found[name] = {
+            "logprobs": reference_logprobs(models[name], SAMPLES),
+            "gradients": forced_gradients(moved[name], chosen),
+        }
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ({}, "none"),
+        ({"pp": 2, "vpp": 2}, "moe"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL),
+    ],
+    ids=str,
+)
+def test_training_replays_the_pass_before_the_update(
+    pool: WorkerPool,
+    models: dict[str, Path],
+    moved: dict[str, Path],
+    expected_of_old_choices: Results,
+    layout: dict[str, int],
+    recompute: str,
+) -> None:
+    sections = {**R2, "recompute": RECOMPUTE[recompute]}
+    plain = {name: SAMPLES for name in FEW}
+    some = {name: models[name] for name in FEW}
+    found = evaluate(pool, some, plain, layout, sections=sections, moved=moved)
+    assert_same(found, expected_of_old_choices)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ({}, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [({}, "none"), ({}, "moe"), ({}, "block"), ({"pp": 2, "vpp": 2}, "pairs")]
+        ),
+    ],
+    ids=str,
+)
+def test_replaying_its_own_choices_changes_no_bit(
+    pool: WorkerPool, models: dict[str, Path], layout: dict[str, int], recompute: str
+) -> None:
+    plain = {name: SAMPLES for name in models}
+    own, again = (
+        evaluate(pool, models, plain, layout, sections={**how, "recompute": RECOMPUTE[recompute]})
+        for how in ({}, R2)
+    )
+    for name in models:
+        gradients = again[name]["gradients"]
+        assert gradients.keys() == own[name]["gradients"].keys()
+        assert all(torch.equal(gradients[n], g) for n, g in own[name]["gradients"].items()), name
+        assert changed(again[name]).total == 0 < changed(again[name]).count
+        assert not any(m.name == "moe/replay_changed" for ms in own[name]["metrics"] for m in ms)
+
+
+# --- how often the router would have chosen others ------------------------------------------------
+
+
+def changed(results: dict[str, Any]) -> Mean:
+    """``moe/replay_changed`` of all ranks."""
+    (metric,) = (m for m in merge_metrics(results["metrics"]) if m.name == "moe/replay_changed")
+    assert isinstance(metric.value, Mean)
+    return metric.value
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"tp": 2},
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in [{"cp": 2}, {"pp": 2, "vpp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "cp": 2}]
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_have_been_chosen_otherwise_is_counted_once_a_token_and_layer(
+    pool: WorkerPool, models: dict[str, Path], layout: dict[str, int]
+) -> None:
+    """One expert of one token in one layer differs, here and there; the rest is the model's own, in
+    another order. Layers behind the first change see other activations: only the last is changed.
+    """
+    name = "deepseek_v3"
+    layers, _, experts = shape_of(models[name])
+    samples, others = [], 0
+    for i, (s, r) in enumerate(zip(SAMPLES, live_routing(models[name], SAMPLES), strict=True)):
+        routing = np.ascontiguousarray(r[:-1, :, ::-1])
+        for token in range(i % 2, s.length - 1, 3):
+            chosen = set(routing[token, layers - 1].tolist())
+            routing[token, layers - 1, 0] = min(set(range(experts)) - chosen)
+            others += 1
+        samples.append(replace(s, routing=routing.astype(np.uint8)))
+    tokens = sum(s.length - 1 for s in samples)
+    for recompute in ("none", "full"):
+        sections = {**R3, "recompute": RECOMPUTE[recompute]}
+        found = evaluate(pool, {name: models[name]}, {name: samples}, layout, sections=sections)
+        assert changed(found[name]) == Mean(others, tokens * layers)

@@ -39,6 +39,7 @@ def test_a_run_samples_trains_pushes_and_saves(
     inputs = Inputs(model, tool("convert_hf_to_megatron.py", model, tmp_path / "meg"), demo_data)
     run = tmp_path / "run"
     settings = ["parallel={dp: 2, ep: 2}", "algo.kl.coef=0.05", "eval.every=2"]
+    settings += ["moe.routing_replay=rollout"]
     first = launch(inputs.rl(run, "run.steps=2", *settings))
     assert first.wait() == 0, first.text()
     resumed = launch(inputs.rl(run, "run.steps=3", "run.resume=true", *settings))
@@ -47,6 +48,7 @@ def test_a_run_samples_trains_pushes_and_saves(
     assert [m["sync/version"] for m in metrics] == [0, 1, 2, 3]
     for m in metrics[1:]:  # sampler and trainer agree to rounding: every weight went over
         assert m["mismatch/max_abs_logprob_diff"] < 5e-5, m
+        assert m["moe/replay_changed"] < 0.05  # by the updates of the step
         assert m["optim/grad_norm"] > 0
 
     trained = tool("convert_megatron_to_hf.py", run / "checkpoints/step_3", tmp_path / "trained")

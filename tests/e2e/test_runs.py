@@ -15,11 +15,13 @@ pytestmark = pytest.mark.dist
 
 Start = Callable[..., Launch]
 
-# On top of GSPO: a reference policy, a controller with a state, weights against mismatch
+# On top of GSPO: a reference policy, a controller with a state, weights against mismatch, and the
+# server's choices of experts
 TERMS = [
     "algo.kl.coef=0.05",
     "algo.entropy={name: adaptive, target: 9.0, delta: 0.001}",
     "algo.correction={level: sequence, mode: mask, low: 0.5, high: 2.0}",
+    "moe.routing_replay=rollout",
 ]
 
 
@@ -37,6 +39,7 @@ def test_a_run_trains_syncs_reports_and_resumes(
     for m in metrics[1:]:
         # fp32 on both sides: sampler and trainer agree to rounding, so the weights went over
         assert m["mismatch/max_abs_logprob_diff"] < 2e-5, m
+        assert m["moe/replay_changed"] < 0.02  # by the updates of the step
         assert 0 < m["policy/entropy"] < np.log(24)
         assert m["optim/grad_norm"] > 0
         assert m["policy/entropy_coef"] == pytest.approx(0.001 * (m["step"] - 1), abs=1e-15)

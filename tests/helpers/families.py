@@ -134,7 +134,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
 }
 
 
-def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def save_model(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any
+) -> Path:
     """Write ``MODELS[name]``. In bf16, biases of the experts' choice have bits that bf16 lacks."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -143,7 +145,7 @@ def save_model(name: str, folder: Path, dtype: torch.dtype = torch.float32, **op
     family, changes = MODELS[name]
     values = copy.deepcopy({**COMMON, **changes, **options})  # which transformers adds to
     config = AutoConfig.for_model(family, **values)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():

@@ -51,11 +51,18 @@ def with_random_routing(
 
 def live_routing(folder: Path, samples: Sequence[Sample]) -> list[NDArray[Any]]:
     """i64 [L, M, K] of every sample: what the model's own routers choose."""
+    return forced_choices(folder, [replace(s, routing=None) for s in samples])
+
+
+def forced_choices(folder: Path, samples: Sequence[Sample]) -> list[NDArray[Any]]:
+    """i64 [L, M, K] of every sample: its routing, and for the last token what the routers choose
+    when the tokens before went there.
+    """
     shape, model = shape_of(folder), _load(folder)
     found = []
     for sample in samples:
         chosen: list[torch.Tensor] = []
-        with torch.no_grad(), _topk_of(shape, chosen, None):
+        with torch.no_grad(), _topk_of(shape, chosen, sample.routing):
             _logprobs(model, sample)
         found.append(torch.stack(chosen, 1).numpy())
     return found

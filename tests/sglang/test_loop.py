@@ -36,6 +36,7 @@ def test_three_steps_of_rl_with_a_real_sglang_server(
             "run.steps=3",
             "eval.every=3",
             "data.samples_per_prompt=2",
+            "moe.routing_replay=rollout",
             "rollout.engine=sglang",
             f"rollout.urls=[{sglang_server.url}]",
             f"rollout.key_file={key}",
@@ -48,6 +49,7 @@ def test_three_steps_of_rl_with_a_real_sglang_server(
         # fp32 on both sides, other kernels: rounding over 4 layers. The weights of one step
         # earlier, let alone model b's, give differences of 1e-3 and more.
         assert m["mismatch/max_abs_logprob_diff"] < 2e-5, m
+        assert m["moe/replay_changed"] < 0.02, m  # by the updates of the step
     samples = [json.loads(s) for s in (run.run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
