@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.moe import moe_logging
 
 from megarl.actor.arguments import virtual_stages
 from megarl.mesh import Coordinates, Mesh
@@ -122,14 +121,13 @@ def init_beside(first: Parallel, mesh: Mesh, *, timeout_s: float) -> Parallel:
 
     Upstream's random number streams stay those of the first: nothing here draws from them.
     """
-    counters: Variables = {"_MOE_METRICS_TRACKER": None}  # by layer: the models' depths may differ
     if mesh == first.mesh:
-        return replace(first, own={moe_logging: counters})
+        return first
     layout_of_first = layout_variables()
     _put({parallel_state: _NO_LAYOUT})
     try:
         _initialize(mesh, timeout_s)
-        own = {parallel_state: layout_variables(), moe_logging: counters}
+        own = {parallel_state: layout_variables()}
         return replace(_current(mesh, first.local_rank, first.device, first.host), own=own)
     finally:
         _put({parallel_state: layout_of_first})
