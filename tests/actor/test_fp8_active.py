@@ -184,6 +184,33 @@ def test_the_report_has_every_kind_of_all_stages(
     assert "mlp.linear_fc1 (" not in line
 
 
+@pytest.mark.parametrize(
+    "layout, settings, text",
+    [
+        ({}, BLOCKS, TEXT),
+        ({"tp": 2}, {"recipe": "delayed", "format": "hybrid"}, "fp8 delayed hybrid"),
+    ],
+    ids=str,
+)
+def test_the_emulation_takes_all_of_every_family(
+    pool: WorkerPool,
+    described: dict[str, Path],
+    layout: dict[str, int],
+    settings: dict[str, Any],
+    text: str,
+) -> None:
+    names = [name for name in KINDS if not layout or name != "gpt_oss"]  # whose experts are whole
+    folders = [described[name] for name in names]
+    world = mesh_of(layout).world_size
+    given = {"folders": folders, "layout": layout, "settings": settings}
+    first, *_ = pool.run(f"{WORK}:emulated", world=world, **given)
+    for name, report in zip(names, first, strict=True):
+        plain = ENDS | {"mlp.router"}
+        assert set(report) | ENDS == KINDS[name] | ENDS
+        for kind, precisions in report.items():
+            assert list(precisions) == (["bf16"] if kind in plain else [text]), (name, kind)
+
+
 def test_rows_and_experts_are_padded_alike(pool: WorkerPool) -> None:
     recipes = ["tensorwise", "delayed", "blockwise", "mxfp8"]
     (found,) = pool.run(f"{WORK}:alignments", world=1, recipes=recipes)

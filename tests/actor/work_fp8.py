@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_align_size, get_fp8_context
 
-from megarl.actor.fp8 import fp8_options
+from megarl.actor.fp8 import fp8_options, install_fp8
 from megarl.actor.fp8_active import describe, examine, fp8_problems, products, require_fp8
 from megarl.actor.fp8_emulated import Fp8Recipe
 from megarl.actor.model import build_model
@@ -85,6 +85,24 @@ def marked(
             report, said = None, f"{type(e).__name__}: {e}"
         lines = {name: describe(kinds) for name, kinds in (report or {}).items()}
         return {"problems": problems, "said": said, "report": report, "lines": lines}
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def emulated(
+    rank: int, folders: Sequence[Path], layout: dict[str, int], settings: dict[str, Any]
+) -> list[Any]:
+    """Of every model as the emulation leaves it: the report, on rank 0."""
+    section = Fp8Section(backend="emulated", **settings)
+    parallel = init_parallel(mesh_of(layout), seed=1, timeout_s=60)
+    try:
+        found = []
+        for folder in folders:
+            model = build_model(read_spec(folder), parallel, torch.bfloat16)
+            install_fp8(model, parallel, section)
+            report = require_fp8({"megatron": model}, section, parallel.host)
+            found.append(report and report["megatron"])
+        return found
     finally:
         parallel_state.destroy_model_parallel()
 

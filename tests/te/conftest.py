@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         outside = item.path.name == "test_environment.py"
         if mine and not outside and not WITH_TE:
             item.add_marker(mark)
+        elif mine and not outside:
+            item.add_marker(pytest.mark.timeout(1800))  # of every family, one after another
         elif mine and outside and WITH_TE:
             item.add_marker(pytest.mark.skip(reason="makes the environment that this is"))
 

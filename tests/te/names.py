@@ -43,12 +43,12 @@ EXPERTS = 8  # of every model of tests/helpers/families.py that has them
 DENSE_LAYERS = {"qwen3_moe": {1}, "deepseek_v3": {0}, "glm4_moe": {0}, "gpt_oss": set()}
 
 
-def parameter_names(model: str, hf: Path, *, grouped: bool) -> set[str]:
+def parameter_names(model: str, hf: Path, *, grouped: bool, stages: int) -> set[str]:
     """Of ``families.MODELS[model]``, saved in ``hf``."""
     config = json.loads((hf / "config.json").read_text())
     family, layers = config["model_type"], config["num_hidden_layers"]
     names = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
-    if not config["tie_word_embeddings"]:
+    if not config["tie_word_embeddings"] or stages > 1:  # tied, the last stage has a copy
         names.add("output_layer.weight")
     for layer in range(layers):
         moe = family in DENSE_LAYERS and layer not in DENSE_LAYERS[family]
