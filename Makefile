@@ -2,7 +2,7 @@
 # a fraction of a second (tools/setup_env.sh).
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint check-cuda clean
+.PHONY: help setup demo test test-all lint check-cuda check-te clean
 
 PYTHON_VENV := .venv/bin/python
 # Passed on: ARGS to the demo ("key=value ..."), PYTEST_ARGS to pytest ("tests/ops -k segment").
@@ -39,6 +39,11 @@ lint:  ## ruff and mypy
 check-cuda:  ## compile the CUDA kernels without a GPU (NVCC=/path/to/nvcc)
 	@tools/setup_env.sh run
 	@$(PYTHON_VENV) tools/native_build.py check-cuda --nvcc $(NVCC)
+
+# Part of test-all, too.  It proves what constructors decide, not what kernels compute.
+check-te:  ## tests with the real Transformer Engine, without a GPU (15 minutes the first time)
+	@tools/setup_env.sh dev
+	@tools/setup_te.sh python -m pytest tests/te $(PYTEST_ARGS)
 
 clean:  ## remove builds and caches; .venv and runs/ stay
 	rm -rf build dist *.egg-info megarl/_C*.so megarl/_host*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -144,6 +144,9 @@ def serve(
     fixed_shape: Annotated[
         bool, typer.Option(help="Always compute full batches: bits do not depend on neighbours.")
     ] = True,
+    fp8: Annotated[
+        str, typer.Option(help="Compute as with FP8 weights, scales f32 or power_of_two.")
+    ] = "none",
     parent_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
 ) -> None:
     """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
@@ -159,6 +162,7 @@ def serve(
         context_length=context_length,
         dtype=dtype,
         fixed_shape=fixed_shape,
+        fp8=fp8,
         parent_pid=parent_pid,
     )
     raise typer.Exit(status)
@@ -263,7 +267,7 @@ def plan(
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="As if its state were on the host.")
     ] = False,
-    fp8: Annotated[bool, typer.Option("--fp8", help="As if layers computed in FP8.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="As if precision.fp8 were set.")] = False,
     suggestions: Annotated[int, typer.Option(min=0, help="Layouts to suggest.")] = 5,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write a record instead; -: to stdout.")
@@ -277,8 +281,8 @@ def plan(
     from megarl.plan.job import layout_of, plan_job, read_job, what_if
     from megarl.plan.search import suggest
 
-    job = read_job(arguments, gpus=gpus, gpu_gib=gpu_memory, sample_tokens=sample_tokens)
-    choices, ways = what_if(job, recompute, offload_optimizer=offload_optimizer, fp8=fp8)
+    job = read_job(arguments, gpus=gpus, gpu_gib=gpu_memory, sample_tokens=sample_tokens, fp8=fp8)
+    choices, ways = what_if(job, recompute, offload_optimizer=offload_optimizer)
     planned = plan_job(job, layout_of(job), choices)
     found = suggest(job, ways, suggestions) if suggestions else None
     if json_file is None:

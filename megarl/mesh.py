@@ -20,6 +20,7 @@ tp * cp * dp ranks the expert grid is etp fastest, then ep, then the expert data
 """
 
 from dataclasses import dataclass
+from math import lcm
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Mesh:
     vpp: int = 1
     first_layers: int | None = None
     last_layers: int | None = None
+    align: int = 1  # what the number of a rank's tokens must divide by, beside the axes (FP8)
 
     @property
     def stage_size(self) -> int:
@@ -71,9 +73,10 @@ class Mesh:
     @property
     def row_multiple(self) -> int:
         """A row's padded length must divide by it: sequence parallelism cuts each cp share into tp
-        parts.
+        parts, each a multiple of ``align``. Samples are padded to ``segment_multiple`` alone: what
+        is added is padding at the row's end.
         """
-        return self.segment_multiple * self.tp
+        return lcm(self.segment_multiple * self.tp, self.cp * self.tp * self.align)
 
     @property
     def rows_multiple(self) -> int:

@@ -2,6 +2,7 @@
 brought to the step that it goes on from.
 """
 
+import json
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ from typing import Any
 
 from megarl.actor.actor import MegatronActor, build_actor
 from megarl.actor.critic import MegatronCritic, build_critic, load_start
+from megarl.actor.fp8_active import Report, require_fp8
+from megarl.actor.fp8_active import describe as describe_fp8
 from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_parallel
 from megarl.actor.state import load_model, load_trained
 from megarl.actor.trained import TrainedModel
 from megarl.algos.control import Controllers
 from megarl.checkpoint.manager import CRITIC, MEGATRON, REFERENCE, CheckpointManager
+from megarl.config.fp8 import row_alignment
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config, ParallelSection
 from megarl.config.training import critic_optimizer_steps, optimizer_steps
@@ -69,8 +73,9 @@ def build(
     spec = model_spec(config.model)
     stop.where = "joining the other ranks"
     seed, timeout_s = config.run.seed, config.run.timeout_s
+    align = row_alignment(config.precision.fp8)
     parallel = init_parallel(
-        mesh_of(config.parallel), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
+        mesh_of(config.parallel, align), local_rank=job.local_rank, seed=seed, timeout_s=timeout_s
     )
     stack.callback(destroy_parallel)
     stop.where = "checking the compiled operators"
@@ -81,6 +86,8 @@ def build(
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
     critic = _build_critic(config, parallel)
+    models = {name: trained.model for name, trained in _trained(actor, critic).items()}
+    fp8 = require_fp8(models, config.precision.fp8, parallel.host)
     checkpoints = CheckpointManager(
         rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
     )
@@ -103,6 +110,7 @@ def build(
     )
     stack.callback(reporter.close)
     reporter.note(describe(ops, parallel.device))
+    _tell_fp8(fp8, rundir, reporter)
     stop.where = "starting the source of samples"
     nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
     surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop)
@@ -127,7 +135,7 @@ def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, T
 def _build_critic(config: Config, parallel: Parallel) -> MegatronCritic | None:
     if config.critic.lr is None:
         return None
-    mesh = mesh_of(config.critic_parallel)
+    mesh = mesh_of(config.critic_parallel, row_alignment(config.precision.fp8))
     beside = init_beside(parallel, mesh, timeout_s=config.run.timeout_s)
     spec = read_spec(config.critic_hf, for_values=True)
     return build_critic(config, spec, beside, critic_optimizer_steps(config))
@@ -170,6 +178,16 @@ def _start_reference(
     return left
 
 
+def _tell_fp8(fp8: dict[str, Report] | None, rundir: RunDir, reporter: Reporter) -> None:
+    """What is in FP8, of every model: in the log, above the progress and in the run directory."""
+    for name, report in (fp8 or {}).items():
+        line = f"{name}: {describe_fp8(report)}"
+        log.info(line)
+        reporter.note(line)
+    if fp8 is not None:
+        rundir.fp8.write_text(json.dumps(fp8, indent=1) + "\n")
+
+
 def ranks_of(parallel: Parallel) -> Ranks:
     return Ranks(
         gather=partial(gather_and_share, group=parallel.host),
@@ -178,7 +196,7 @@ def ranks_of(parallel: Parallel) -> Ranks:
     )
 
 
-def mesh_of(p: ParallelSection) -> Mesh:
+def mesh_of(p: ParallelSection, align: int = 1) -> Mesh:
     return Mesh(
         tp=p.tp,
         pp=p.pp,
@@ -189,6 +207,7 @@ def mesh_of(p: ParallelSection) -> Mesh:
         vpp=p.vpp,
         first_layers=p.first_layers,
         last_layers=p.last_layers,
+        align=align,
     )
 
 

@@ -9,6 +9,7 @@
     errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
     metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
     ops.json                  which ops ran compiled, and how often each was called
+    fp8.json                  which matrix products are in FP8 (with precision.fp8)
     samples/step_N.jsonl      samples for people
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
@@ -79,6 +80,10 @@ class RunDir:
     @property
     def ops(self) -> Path:
         return self.root / "ops.json"
+
+    @property
+    def fp8(self) -> Path:
+        return self.root / "fp8.json"
 
     @property
     def samples(self) -> Path:

@@ -46,6 +46,7 @@ def main(
     context_length: int = 64,
     dtype: str = "fp32",
     fixed_shape: bool = True,
+    fp8: str = "none",
     parent_pid: int | None = None,
 ) -> NoReturn:
     """Serves until told to stop, then ends the process (taking torch apart would take seconds).
@@ -73,6 +74,7 @@ def main(
         context_length=context_length,
         dtype=dtype,
         fixed_shape=fixed_shape,
+        fp8=fp8,
     )
     engine = Engine(slots, ModelReceiver(slots.module))
     engine.start()

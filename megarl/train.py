@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.files import read_hf_config
+from megarl.config.fp8 import set_te_environment
 from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.config.validate import validate
@@ -62,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         _log_to(rundir, job.rank)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         _join(job, config)
+        set_te_environment(config.precision.fp8, os.environ)
         # Megatron takes seconds to import: only once the configuration is right.
         from megarl.loop import run
 

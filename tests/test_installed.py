@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.installed import Installed, explain, faults, installed, muon_fault
+from megarl.installed import (
+    Installed,
+    explain,
+    faults,
+    installed,
+    muon_fault,
+    transformer_engine_fault,
+)
 
 MODULES: dict[str, tuple[str, str, str]] = {  # name -> (distribution, version, source)
     "apex": ("apex", "0.9.10.dev0", "def main(global_config, **settings): ..."),
@@ -24,6 +31,9 @@ MODULES: dict[str, tuple[str, str, str]] = {  # name -> (distribution, version, 
         "raise FileNotFoundError('Could not find shared object file: transformer_engine_torch')",
     ),
     "te_torch": ("transformer_engine_torch", "2.20.2", ""),
+    "te_torch_older": ("transformer_engine_torch", "2.19.0", ""),
+    "te_cu12": ("transformer_engine_cu12", "2.20.2", ""),
+    "te_cu13_older": ("transformer_engine_cu13", "2.19.0", ""),
     "muon": ("emerging_optimizers", "0.3.0", ""),
 }
 
@@ -102,6 +112,119 @@ def test_what_is_whole_is_no_fault(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert faults() == []
     assert installed().transformer_engine == ((2, 20) if names else ())
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["te_core"], "2.20.2 without transformer-engine-torch"),
+        (["te_core", "te_torch_older"], "with transformer-engine-torch 2.19.0: they must be equal"),
+        (
+            ["te_core", "te_torch", "te_cu13_older"],
+            "with transformer-engine-cu13 2.19.0: they must",
+        ),
+        (["te_core", "te_torch", "te_cu12", "te_cu13_older"], "transformer-engine-cu13 2.19.0"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], words: str
+) -> None:
+    install(tmp_path, *names)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = faults()
+    assert words in fault and "pip uninstall transformer-engine" in fault
+    assert installed().engine_fault == fault
+
+
+@pytest.mark.parametrize(
+    "kernels, cuda, words",
+    [
+        (["12"], "13.0", "transformer-engine-cu12 is for another CUDA than torch, which is built"),
+        (["13"], "12.9", "Install transformer-engine[core-cu12,pytorch]==2.20.2"),
+        (["13", "14"], "12.8", "transformer-engine-cu13, transformer-engine-cu14 is for another"),
+        (["12", "13"], "13.0", None),
+        (["12"], "12.4", None),
+        ([], "13.0", None),  # in the same distribution
+        (["13"], None, None),  # torch for CPUs: there is no GPU to compute on either
+    ],
+)
+def test_kernels_for_another_cuda_than_torchs_are_a_fault(
+    kernels: list[str], cuda: str | None, words: str | None
+) -> None:
+    parts = dict.fromkeys(kernels, "2.20.2")
+    fault = transformer_engine_fault("2.20.2", "2.20.2", parts, cuda)
+    assert (fault is None) == (words is None)
+    assert words is None or words in str(fault)
+
+
+@pytest.mark.parametrize("place", ["transformer_engine", ".", "transformer_engine/wheel_lib"])
+def test_one_built_from_its_sources_has_its_torch_part_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    install(tmp_path, "te_core")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(faults()) == 1
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
+    assert faults() == []
+
+
+# Like the real one's: what its part for torch raises is swallowed where it is an ImportError.
+SWALLOWS = """
+try:
+    from . import pytorch
+except ImportError:
+    pass
+"""
+LOADS = """
+import importlib.util
+from pathlib import Path
+
+def load_framework_extension(framework):
+    path = next(Path(__file__).parents[2].glob(f"transformer_engine_{framework}*.so"))
+    spec = importlib.util.spec_from_file_location(f"transformer_engine_{framework}", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+"""
+
+
+def test_a_torch_part_that_does_not_load_is_found_though_its_package_imports(
+    tmp_path: Path,
+) -> None:
+    """A damaged library, or one for another torch, is an ImportError, which upstream takes for
+    absence.
+    """
+    install(tmp_path, "te_core", "te_torch")
+    package = tmp_path / "transformer_engine"
+    (package / "__init__.py").write_text(SWALLOWS)
+    for name, source in (("common", LOADS), ("pytorch", "")):
+        (package / name).mkdir()
+        (package / name / "__init__.py").write_text(source)
+    loads = (
+        "from transformer_engine.common import load_framework_extension as load\nload('torch')\n"
+    )
+    (package / "pytorch" / "__init__.py").write_text(loads)
+    (tmp_path / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").write_bytes(b"ELF")
+    assert run(tmp_path, "-c", "import transformer_engine").returncode == 0
+    asked = "from megarl.installed import import_fault; print(import_fault())"
+    ended = run(tmp_path, "-c", asked)
+    assert ended.stdout.startswith("ImportError: ") and "file too short" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        ([], "ModuleNotFoundError: No module named 'transformer_engine'"),
+        (["te_broken"], "RuntimeError: Found empty"),
+        (["te_files"], "FileNotFoundError: Could not find shared object"),
+        (["te_core"], "ModuleNotFoundError: No module named 'transformer_engine.common'"),
+    ],
+)
+def test_the_reason_of_a_failing_import_is_told(
+    tmp_path: Path, names: list[str], words: str
+) -> None:
+    install(tmp_path, *names)
+    asked = "from megarl.installed import import_fault; print(import_fault())"
+    assert run(tmp_path, "-c", asked).stdout.startswith(words)
 
 
 def test_nvidias_apex_is_told_by_what_it_holds(

@@ -9,6 +9,7 @@ import torch
 
 from megarl.actor.expert_bias import routers_of
 from megarl.actor.export import MegatronWeights
+from megarl.actor.fp8 import install_fp8
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
 from megarl.actor.names import global_modules, global_parameters, unwrap
@@ -140,6 +141,7 @@ def build_actor(
     unless a checkpoint is loaded afterwards (``actor/state.py``). Collective."""
     dtype = dtype_of(config.precision)
     core = build_model(spec, parallel, dtype, transformer_options(config, spec))
+    install_fp8(core, parallel, config.precision.fp8)
     if config.model.load is None:
         load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel)
     frozen = frozen_parameters(config.train.frozen, spec)

@@ -144,11 +144,9 @@ def _precision(dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "transformer_impl": "local",
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "calculate_per_token_loss": False,  # step.py derives the loss scale for this setting
-        "use_cpu_initialization": True,
         "perform_initialization": False,  # weights always come from a checkpoint
     }
 

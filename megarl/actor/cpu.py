@@ -12,6 +12,9 @@ nothing where CUDA is present, so one program serves both. What it changes, and 
 4. Two faults of the distributed optimizer with torch's AdamW, which upstream uses where neither TE
    nor apex is installed: loading a checkpoint raises KeyError 'step', and all parameters share one
    step counter.
+5. Transformer Engine, where it is installed, is hidden from imports: with it upstream takes the
+   router's product and the optimizer's update from kernels that exist on GPUs only. What a process
+   imported before this one's first import of megarl.actor stays.
 
 The patches are global to the process. It must not also build transformers models: their
 initialisation goes through the patched factories.
@@ -42,6 +45,7 @@ def install() -> bool:
     if _installed:
         return True
     _installed = True
+    _hide_transformer_engine()
     # before the patches, which would confuse its import; eager is faster here, and deterministic
     importlib.import_module("torch._dynamo").config.disable = True
     _patch_cuda_calls()
@@ -51,6 +55,11 @@ def install() -> bool:
     _patch_uneven_collectives()
     _patch_distributed_optimizer()
     return True
+
+
+def _hide_transformer_engine() -> None:
+    """A None in place of a module makes its import an ImportError, which upstream expects."""
+    sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
 
 
 class _Stream:

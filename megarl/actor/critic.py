@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+from megarl.actor.fp8 import install_fp8
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, dtype_of
 from megarl.actor.options import transformer_options
@@ -140,6 +141,7 @@ def build_critic(
     untied = replace(spec, tie_embeddings=False, mtp_layers=0)
     with parallel.active():
         core = build_model(untied, parallel, dtype, transformer_options(config, spec))
+        install_fp8(core, parallel, config.precision.fp8)
         if core[-1].post_process:
             core[-1].output_layer = ValueHead(core[-1].config, parallel)
         if config.critic_load is None:

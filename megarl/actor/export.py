@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
 from megarl.actor.model import padded_vocab
 from megarl.actor.names import global_weights, shift_expert
@@ -37,7 +38,7 @@ class MegatronWeights:
         """
         stack = _Stack(self.experts)
         for name, weight in self._stack_by_stack():
-            for full_name, shards in self._gather(name, weight.detach()):
+            for full_name, shards in self._gather(name, _values(weight)):
                 index = self.mapping.slice_of(full_name)
                 for hf, tensor in self.mapping.to_hf(full_name, shards):
                     if index is None:
@@ -80,6 +81,14 @@ class MegatronWeights:
         mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
         for ep in range(mesh.ep):
             yield shift_expert(name, ep * local_experts), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    """In the model's dtype. Of a parameter that is kept in FP8, what its codes stand for."""
+    if is_float8tensor(weight):
+        values: torch.Tensor = dequantize_fp8_tensor(weight)
+        return values.detach()
+    return weight.detach()
 
 
 class _Stack:

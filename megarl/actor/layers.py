@@ -1,26 +1,23 @@
 """Layer specs by what a ModelSpec says: which attention, which feed-forward part, which norms.
 
-Megatron builds a layer from a spec, a tree of modules. Here is the only place that chooses them;
-what a module computes with is in its configuration (``arguments.py``).
+Megatron builds a layer from a spec, a tree of modules. Here is the only place that puts one
+together; which modules are at hand is in ``modules.py``, what a module computes with is in its
+configuration (``arguments.py``).
 
 Checkpoint keys are those of Transformer Engine's spec, where norms belong to the projections behind
-them, so that CPU and GPU runs read each other's files.
+them, so that models of either kind, on CPU and on GPU, read each other's files.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
@@ -28,97 +25,93 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from megarl.actor.attention_packed import PackedAttention, RMSNorm
-from megarl.actor.experts import ExpertOutput
-from megarl.actor.latent_attention import LatentAttention
+from megarl.actor.modules import Modules
 from megarl.actor.router import Router
 from megarl.models.spec import ModelSpec
 
+# Names of norms that are modules of their own -> names in files
+_ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_LATENT_NORMS = {
+    f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+    for x in ("q", "kv")
+}
+_DENSE_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
-def layer_spec(spec: ModelSpec, *, moe: bool, grouped_gemm: bool = False) -> ModuleSpec:
+
+def layer_spec(
+    spec: ModelSpec, modules: Modules, *, moe: bool, grouped_gemm: bool = False
+) -> ModuleSpec:
     """One transformer layer, with experts or without. ``grouped_gemm``: a rank's experts are one
     module of Transformer Engine.
     """
-    attention, keys = _latent_attention(spec) if spec.mla else _attention(spec)
+    keys = _LATENT_NORMS if spec.mla else _ATTENTION_NORM
     if not moe:
-        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        keys = {**keys, **_DENSE_NORM}
+    # Latent attention takes what the norm gives twice, a MoE layer three times.
+    norm, qkv = (modules.norm, None) if spec.mla else modules.norm_and_column
+    mlp_norm, fc1 = (modules.norm, None) if moe else modules.norm_and_column
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
+            input_layernorm=norm,
+            self_attention=_latent_attention(spec, modules)
+            if spec.mla
+            else _attention(spec, modules, qkv),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_experts(spec, grouped_gemm) if moe else _dense_mlp(),
+            pre_mlp_layernorm=mlp_norm,
+            mlp=_experts(modules, grouped_gemm) if moe else _dense_mlp(modules, fc1),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys,
+            sharded_state_dict_keys_map={} if modules.fused else keys,
         ),
     )
 
 
-def _attention(spec: ModelSpec) -> tuple[ModuleSpec, dict[str, str]]:
-    """Grouped-query attention, and the checkpoint keys of its norms."""
-    norm = RMSNorm if spec.qk_norm else IdentityOp
-    attention = ModuleSpec(
+def _attention(spec: ModelSpec, modules: Modules, qkv: Any) -> ModuleSpec:
+    """Grouped-query attention."""
+    norm = modules.norm if spec.qk_norm else IdentityOp
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
+            linear_qkv=qkv,
+            core_attention=modules.attention,
+            linear_proj=modules.row,
             q_layernorm=norm,
             k_layernorm=norm,
         ),
     )
-    return attention, {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 
 
-def _latent_attention(spec: ModelSpec) -> tuple[ModuleSpec, dict[str, str]]:
-    attention = ModuleSpec(
-        module=LatentAttention,
+def _latent_attention(spec: ModelSpec, modules: Modules) -> ModuleSpec:
+    norm, up_proj = modules.norm_and_column
+    return ModuleSpec(
+        module=modules.latent_attention,
         params={"attn_mask_type": AttnMaskType.causal, "spec": spec},
         submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=ColumnParallelLinear,
-            linear_q_down_proj=ColumnParallelLinear,
-            linear_q_up_proj=ColumnParallelLinear,
-            linear_kv_down_proj=ColumnParallelLinear,
-            linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=RMSNorm,
-            kv_layernorm=RMSNorm,
+            linear_q_proj=modules.column,
+            linear_q_down_proj=modules.whole,
+            linear_q_up_proj=up_proj,
+            linear_kv_down_proj=modules.whole,
+            linear_kv_up_proj=up_proj,
+            core_attention=modules.attention,
+            linear_proj=modules.row,
+            q_layernorm=norm,
+            kv_layernorm=norm,
         ),
     )
-    norms = {
-        f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
-        for x in ("q", "kv")
-    }
-    return attention, norms
 
 
-def _dense_mlp() -> Any:
-    return get_mlp_module_spec_for_backend(LocalSpecProvider())
+def _dense_mlp(modules: Modules, fc1: Any) -> Any:
+    submodules = MLPSubmodules(linear_fc1=fc1, linear_fc2=modules.row)
+    return partial(MLP.as_mlp_submodule, submodules=submodules)
 
 
-def _experts(spec: ModelSpec, grouped_gemm: bool) -> Any:
+def _experts(modules: Modules, grouped_gemm: bool) -> Any:
     """Routed experts, with the shared ones if the configuration has them."""
-    upstream: Any = get_mlp_module_spec_for_backend(
-        LocalSpecProvider(), num_experts=spec.experts, moe_grouped_gemm=False
-    )
-    submodules = dataclasses.replace(
-        upstream.keywords["submodules"],
+    one = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    submodules = MoESubmodules(
         router=Router,
-        experts=_grouped_experts() if grouped_gemm else _experts_one_by_one(),
+        experts=modules.experts(grouped_gemm),
+        shared_experts=partial(SharedExpertMLP, submodules=one),
     )
     return partial(MoELayer, submodules=submodules)
-
-
-def _experts_one_by_one() -> Any:
-    one = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertOutput)
-    return partial(SequentialMLP, submodules=one)
-
-
-def _grouped_experts() -> Any:
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    return TESpecProvider().grouped_mlp_modules(True)

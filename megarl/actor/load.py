@@ -40,6 +40,9 @@ def load_hf_weights(
             shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)
             assert shard.shape == weight.shape, (name, shard.shape, weight.shape)
             weight.copy_(shard)
+            if hasattr(weight, "get_high_precision_init_val"):
+                # Kept in FP8; its main parameter is to start from the values before rounding.
+                weight.get_high_precision_init_val().copy_(shard)
 
 
 def tp_place(name: str, mapping: ModelMapping, parallel: Parallel) -> tuple[int, int]:

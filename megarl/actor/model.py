@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.actor.arguments import transformer_config
-from megarl.actor.attention_packed import RMSNorm
 from megarl.actor.layers import layer_spec
+from megarl.actor.modules import modules_for
 from megarl.actor.mtp import attach_mtp
 from megarl.actor.options import plain_options
 from megarl.actor.rotary import PackedRotaryEmbedding
@@ -43,9 +43,8 @@ def build_model(
     dtype: torch.dtype,
     options: Mapping[str, Any] | None = None,
 ) -> list[GPTModel]:
-    """This rank's part of the model, chunk by chunk, weights uninitialised. Local layer spec with
-    our attention. The chunks share one configuration. ``options``: of ``transformer_options``;
-    None: of a model that is not trained.
+    """This rank's part of the model, chunk by chunk, weights uninitialised. The chunks share one
+    configuration. ``options``: of ``transformer_options``; None: of a model that is not trained.
     """
     options = plain_options() if options is None else options
     config = transformer_config(spec, parallel.mesh, dtype, options)
@@ -54,14 +53,16 @@ def build_model(
 
 def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GPTModel:
     first = get_transformer_layer_offset(config, vp_stage=k, pp_rank=parallel.at.pp)
+    modules = modules_for(config, spec)
     mine = spec.moe_layers[first : first + get_num_layers_to_build(config, vp_stage=k)]
     model = GPTModel(
         config,
         TransformerBlockSubmodules(
             layer_specs=[
-                layer_spec(spec, moe=moe, grouped_gemm=config.moe_grouped_gemm) for moe in mine
+                layer_spec(spec, modules, moe=moe, grouped_gemm=config.moe_grouped_gemm)
+                for moe in mine
             ],
-            layer_norm=RMSNorm,
+            layer_norm=modules.norm,
         ),
         vocab_size=padded_vocab(spec),
         max_sequence_length=spec.max_positions,

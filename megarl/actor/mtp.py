@@ -5,7 +5,8 @@ them is another model. They are upstream's modules under its names on the last s
 split over its ranks like every layer, so loading, export and checkpoints treat them like the rest.
 The model does not know of them: its forward pass is that of a model without. They are frozen, so
 neither gradient buffers nor the optimizer hold anything for them. The embedding and the head that
-they share with the model are the model's (``models/mapping.py``, ``copies``).
+they share with the model are the model's (``models/mapping.py``, ``copies``). Nothing of them runs,
+so they are Megatron's own modules in every model.
 """
 
 import copy
@@ -23,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.actor.attention_packed import RMSNorm
 from megarl.actor.layers import layer_spec
+from megarl.actor.modules import modules_for
 from megarl.models.spec import ModelSpec
 
 
@@ -30,13 +32,15 @@ def attach_mtp(chunk: GPTModel, spec: ModelSpec) -> None:
     """Give the chunk that ends the model its ``mtp_layers``."""
     config: Any = copy.copy(chunk.config)
     config.mtp_num_layers = spec.mtp_layers
+    config.transformer_impl = "local"
+    modules = modules_for(config, spec)
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(
             enorm=RMSNorm,
             hnorm=RMSNorm,
             eh_proj=ColumnParallelLinear,
-            mtp_model_layer=layer_spec(spec, moe=spec.experts > 0),
+            mtp_model_layer=layer_spec(spec, modules, moe=spec.experts > 0),
             layer_norm=RMSNorm,
         ),
     )

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from megarl.actor.fp8 import fp8_ddp_options, fp8_optimizer_options, fp8_options
 from megarl.config.megatron import MoeSection, MuonSection, OverlapSection, RecomputeSection
 from megarl.config.schema import Config, OptimSection, TrainSection
+from megarl.config.training import FP8_LAYERS
 from megarl.errors import ConfigError, Problem
-from megarl.installed import installed
+from megarl.installed import TE_NEEDED, installed
 from megarl.models.spec import ModelSpec
 
 _DTYPES = {
@@ -33,9 +35,11 @@ def transformer_options(config: Config, spec: ModelSpec) -> dict[str, Any]:
         reason = f"leave it out: the router of {spec.family} has no bias per expert"
         raise ConfigError([Problem(f"moe.{rate}", found, reason)])
     return {
+        **_implementation(transformer_impl(config)),
         **_recompute(config.recompute),
         **_overlap(config.overlap),
         **_experts(config.moe),
+        **fp8_options(config.precision.fp8),
         "gradient_accumulation_fusion": fuses_gradients(config.train),
     }
 
@@ -43,10 +47,27 @@ def transformer_options(config: Config, spec: ModelSpec) -> dict[str, Any]:
 def plain_options() -> dict[str, Any]:
     """Of a model that is built to be converted."""
     return {
+        **_implementation("local"),
         **_recompute(RecomputeSection()),
         **_overlap(OverlapSection()),
         **_experts(MoeSection()),
     }
+
+
+def _implementation(name: str) -> dict[str, Any]:
+    """Transformer Engine's modules are made on the device that they compute on: what it makes on
+    the CPU first it fills by way of the whole matrix, also where nothing is to be filled in.
+    """
+    return {"transformer_impl": name, "use_cpu_initialization": name == "local"}
+
+
+def transformer_impl(config: Config) -> str:
+    """What layers are made of: ``train.transformer_impl``, decided."""
+    if config.train.transformer_impl != "auto":
+        return config.train.transformer_impl
+    fp8 = config.precision.fp8
+    usable = torch.cuda.is_available() and installed().transformer_engine >= TE_NEEDED
+    return FP8_LAYERS["te" if fp8 is None else fp8.backend] if usable else "local"
 
 
 def _recompute(section: RecomputeSection) -> dict[str, Any]:
@@ -96,6 +117,7 @@ def ddp_options(config: Config) -> dict[str, Any]:
         "use_distributed_optimizer": config.optim.distributed,
         "overlap_grad_reduce": config.overlap.grad_reduce,
         "overlap_param_gather": config.overlap.param_gather,
+        **fp8_ddp_options(config.precision.fp8),
     }
 
 
@@ -114,6 +136,7 @@ def optimizer_options(config: Config, dtype: torch.dtype) -> dict[str, Any]:
         "params_dtype": dtype,
         "use_distributed_optimizer": optim.distributed,
         "overlap_param_gather": config.overlap.param_gather,
+        **fp8_optimizer_options(config.precision.fp8),
     }
     if optim.name == "muon":
         options |= _muon(optim.muon)

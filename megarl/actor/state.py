@@ -7,6 +7,7 @@ alone (``optimizer=False``) are what the converters write and what ``model.load`
 
 import copy
 import queue
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,15 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.actor.adam import (
+    counts_by_parameter,
+    create_moments,
+    inner_optimizers,
+    place_steps,
+    set_steps,
+    steps_taken,
+)
+from megarl.actor.fp8_delayed import delayed_state, load_delayed_state
 from megarl.actor.names import unwrap
 from megarl.actor.residence import OPTIMIZER, WEIGHTS
 from megarl.actor.setup import Parallel
@@ -32,6 +42,7 @@ from megarl.actor.trained import TrainedModel
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import gather_and_share
 
+_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 _NO_PARAMETER = "no parameter"  # whose state it is, among states by parameter
 
 
@@ -59,23 +70,28 @@ def load_model(
 def save_trained(trained: TrainedModel, path: Path) -> None:
     """Model, optimizer and learning-rate schedule. Collective."""
     with trained.resident(WEIGHTS, OPTIMIZER), trained.parallel.active():
-        _create_moments(trained.optimizer)  # of a run whose steps were all left out so far
+        create_moments(trained.optimizer)  # of a run whose steps were all left out so far
         with _counted(trained) as steps:
             state = {**_trained_state(trained, loading=False), "steps": steps}
+            state["fp8"] = delayed_state(trained.model, trained.parallel.dp_cp)
             _save(state, trained.parallel, path)
 
 
 def load_trained(trained: TrainedModel, path: Path) -> None:
     """The inverse of ``save_trained``, also into another layout. Collective."""
     with trained.resident(), trained.parallel.active():
-        _create_moments(trained.optimizer)
+        create_moments(trained.optimizer)
         with _counted(trained):
-            state = _load(_trained_state(trained, loading=True), trained.parallel, path)
+            wanted = _trained_state(trained, loading=True)
+            fp8 = delayed_state(trained.model, trained.parallel.dp_cp)
+            wanted["fp8"] = {key: fp8[key] for key in fp8.keys() & _tensors(path)}
+            state = _load(wanted, trained.parallel, path)
+        load_delayed_state(trained.model, state.get("fp8", {}))
         _fill(trained.model, state["model"])
         steps = state.get("steps")  # older checkpoints have it in the optimizer's state alone
         trained.optimizer.load_state_dict(_regroup(state["optimizer"], trained.optimizer, steps))
         if steps is not None:
-            _count(trained.optimizer, steps)
+            set_steps(trained.optimizer, steps)
     trained.schedule.load_state_dict(state["schedule"])
 
 
@@ -105,17 +121,24 @@ def _metadata(parallel: Parallel) -> dict[str, Any]:
 def _model_state(model: Sequence[torch.nn.Module], parallel: Parallel) -> dict[str, Any]:
     """By chunk, since chunks call their layers by the same names. A file's keys are the global
     names: it does not know of chunks.
+
+    Without what modules keep besides tensors: Megatron's own keep nothing, and Transformer Engine's
+    a pickle with the largest entries of the steps before, in FP8 with delayed scaling, and nothing
+    otherwise. It fits no other layer spec, and is not to be unpickled from a file.
     """
     metadata = _metadata(parallel)
+    states = [unwrap(chunk).sharded_state_dict(metadata=metadata) for chunk in model]
     return {
-        f"chunk{k}": unwrap(chunk).sharded_state_dict(metadata=metadata)
-        for k, chunk in enumerate(model)
+        f"chunk{k}": {n: t for n, t in state.items() if not _EXTRA_STATE.search(n)}
+        for k, state in enumerate(states)
     }
 
 
 def _fill(model: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
     for k, chunk in enumerate(model):
-        unwrap(chunk).load_state_dict(state[f"chunk{k}"], strict=True)
+        found = unwrap(chunk).load_state_dict(state[f"chunk{k}"], strict=False)
+        missing = [name for name in found.missing_keys if not _EXTRA_STATE.search(name)]
+        assert not missing and not found.unexpected_keys, (missing, found.unexpected_keys)
 
 
 def _trained_state(trained: TrainedModel, *, loading: bool) -> dict[str, Any]:
@@ -148,30 +171,21 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
     return loaded
 
 
-def _create_moments(optimizer: Any) -> None:
-    """Moments and step counters of a torch optimizer that has not stepped yet: upstream's loading
-    expects them, also in the file, but creates them itself only for the fused optimizers of TE and
-    apex."""
-    for inner in _torch_optimizers(optimizer):
-        for group in inner.param_groups:
-            for p in group["params"]:
-                if not inner.state[p]:
-                    inner.state[p] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
+def _tensors(path: Path) -> set[str]:
+    """Keys of a checkpoint; empty where there is none, which ``_load`` says."""
+    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return set()
+    return set(dist_checkpointing.load_tensors_metadata(str(path)))
 
 
 @contextmanager
 def _counted(trained: TrainedModel) -> Iterator[float]:
-    """The steps that torch optimizers have taken, on any rank. Inside, upstream finds them also
-    where all of a rank's parameters are frozen: it asks the state of a parameter, of which there is
-    none, and what it saves is what rank 0 says. Collective.
+    """The steps that were taken, on any rank. Inside, upstream finds torch's also where all of a
+    rank's parameters are frozen: it asks the state of a parameter, of which there is none, and what
+    it saves is what rank 0 says. Collective.
     """
-    inner = _torch_optimizers(trained.optimizer)
-    here = [float(entry["step"]) for one in inner for entry in one.state.values()]
-    steps = float(max(gather_and_share(max(here, default=0.0), trained.parallel.host)))
+    steps = float(max(gather_and_share(steps_taken(trained.optimizer), trained.parallel.host)))
+    inner = [one for one in inner_optimizers(trained.optimizer) if counts_by_parameter(one)]
     without = [one for one in inner if not one.state]
     sharded = trained.sharded_optimizer
     for one in without if sharded else ():
@@ -181,19 +195,6 @@ def _counted(trained: TrainedModel) -> Iterator[float]:
     finally:
         for one in without if sharded else ():
             one.state.pop(_NO_PARAMETER, None)  # type: ignore[call-overload]
-
-
-def _count(optimizer: Any, steps: float) -> None:
-    for one in _torch_optimizers(optimizer):
-        for entry in one.state.values():
-            entry["step"].fill_(steps)
-
-
-def _torch_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Those that count steps by parameter (TE's and apex's count by group)."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    kinds = torch.optim.AdamW | torch.optim.Adam
-    return [part.optimizer for part in parts if isinstance(part.optimizer, kinds)]
 
 
 def _regroup(state: dict[Any, Any], optimizer: Any, steps: float | None) -> dict[Any, Any]:
@@ -220,17 +221,12 @@ def _regroup(state: dict[Any, Any], optimizer: Any, steps: float | None) -> dict
         part = part.get(
             "optimizer", part
         )  # the distributed optimizer nests, the plain one does not
-        moments = part.get("state", {})
-        if steps and "state" in part:  # rank 0 left it out if it has nothing to train
-            moments.setdefault("common_step", torch.tensor(steps))
-        elif "common_step" not in moments:  # which upstream leaves out where it is 0
-            for entry in filter(None, moments.values()):
-                entry["step"] = torch.tensor(0.0)
         saved = part["param_groups"]
         part["param_groups"] = [
             {**_same_kind(saved, group), "is_expert_parallel": group.get("is_expert_parallel")}
             for group in part_optimizer.optimizer.param_groups
         ]
+        place_steps(part, part_optimizer.optimizer, steps)
     return state
 
 

@@ -14,6 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import get_model_config
 
 from megarl.actor.expert_bias import forget_routed, move_expert_bias
+from megarl.actor.fp8_delayed import new_step
 from megarl.actor.model import wrap_ddp
 from megarl.actor.optimizer import build_optimizer, build_schedule
 from megarl.actor.options import ddp_options
@@ -98,6 +99,7 @@ class TrainedModel:
             chunk.train()
             chunk.zero_grad_buffer()
         forget_routed(self.model)
+        new_step(self.model)
         self.optimizer.zero_grad()
         found = self._run(rows, loss, routing, forward_only=False)
         of_routing = [] if routing is None else routing.metrics()
@@ -230,6 +232,8 @@ def in_training(
     model = wrap_ddp(core, dtype, ddp_options(config))
     optimizer = build_optimizer(config, dtype, model)
     megatron = core[0].config
+    if torch.distributed.get_rank() == 0:
+        log.info("layers: %s", megatron.transformer_impl)
     megatron.finalize_model_grads_func = finalize_model_grads
     if config.overlap.grad_reduce:  # only in the last backward pass of an optimizer step
         contexts = [chunk.no_sync for chunk in model]

@@ -2,24 +2,35 @@
 
 from collections.abc import Iterator
 
+from megarl.config.fp8_rules import fp8_hardware
 from megarl.config.schema import Config
 from megarl.errors import Problem
-from megarl.installed import Installed
+from megarl.installed import TE_NEEDED, Installed
 
 
 def hardware_problems(config: Config, num_gpus: int, found: Installed) -> Iterator[Problem]:
     """Everything asked for that this machine does not have."""
+    yield from _layers(config, num_gpus, found)
     yield from _optimizer(config, num_gpus, found)
     yield from _experts(config, num_gpus, found)
+    yield from fp8_hardware(config, num_gpus, found)
     recompute = config.recompute
     if recompute.granularity == "selective":
         for module in ("layernorm", "mla_up_proj"):
             if module in recompute.modules:
-                yield from _needs_te(found, (1, 0), "recompute.modules", module, "other modules")
+                yield from _needs_te(
+                    found, num_gpus, (1, 0), "recompute.modules", module, "other modules"
+                )
     if config.train.gradient_accumulation_fusion == "always" and not found.fused_wgrad:
         accepted = "auto, or NVIDIA's apex built with --cpp_ext --cuda_ext (its kernel "
         accepted += "fused_weight_gradient_mlp_cuda)"
         yield Problem("train.gradient_accumulation_fusion", "always", accepted)
+
+
+def _layers(config: Config, num_gpus: int, found: Installed) -> Iterator[Problem]:
+    key, impl = "train.transformer_impl", config.train.transformer_impl
+    if impl == "transformer_engine":
+        yield from _needs_te(found, num_gpus, TE_NEEDED, key, impl, "auto, local")
 
 
 def _optimizer(config: Config, num_gpus: int, found: Installed) -> Iterator[Problem]:
@@ -28,7 +39,8 @@ def _optimizer(config: Config, num_gpus: int, found: Installed) -> Iterator[Prob
         accepted = "adam, or the package emerging-optimizers 0.2 or newer (Python 3.12)"
         yield Problem("optim.name", "muon", accepted)
     if optim.precision_aware is not None and optim.cpu_offload is None:
-        yield from _needs_te(found, (2, 1), "optim.precision_aware", "a section", "null")
+        key = "optim.precision_aware"
+        yield from _needs_te(found, num_gpus, (2, 1), key, "a section", "null")
     if optim.cpu_offload is not None and num_gpus == 0:
         accepted = "null: there is no GPU whose memory it would spare"
         yield Problem("optim.cpu_offload", "a section", accepted)
@@ -48,14 +60,21 @@ def _experts(config: Config, num_gpus: int, found: Installed) -> Iterator[Proble
         ("grouped_gemm", (1, 11)),
     ):
         if getattr(moe, name):
-            yield from _needs_te(found, needed, f"moe.{name}", "true", "false")
+            yield from _needs_te(found, num_gpus, needed, f"moe.{name}", "true", "false")
 
 
 def _needs_te(
-    found: Installed, needed: tuple[int, int], key: str, value: str, without: str
+    found: Installed,
+    num_gpus: int,
+    needed: tuple[int, int],
+    key: str,
+    value: str,
+    without: str,
 ) -> Iterator[Problem]:
-    if found.transformer_engine < needed:
-        accepted = f"{without}, or Transformer Engine {needed[0]}.{needed[1]} or newer"
-        there = found.transformer_engine
+    """On a machine without GPU it is left alone, installed or not (``actor/cpu.py``)."""
+    there = found.transformer_engine
+    if there < needed or num_gpus == 0:
+        accepted = f"{without}, or GPUs and Transformer Engine {needed[0]}.{needed[1]} or newer"
         state = f"{there[0]}.{there[1]} is installed" if there else "it is not installed"
-        yield Problem(key, value, f"{accepted} ({state})")
+        gpus = "no GPU, " if num_gpus == 0 else ""
+        yield Problem(key, value, f"{accepted} ({gpus}{state})")

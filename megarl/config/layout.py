@@ -6,14 +6,17 @@
 3. ep divides the experts; ep * etp divides the tp * cp * dp ranks of a pipeline stage.
 4. pp divides the layers (those that first_layers and last_layers leave: the stages that these do
    not name), vpp those of every stage; vpp, first_layers and last_layers need pp > 1.
-5. A row of ``train.row_tokens`` holds a whole chunk for each of its 2 * cp * tp shares.
+5. A row of ``train.row_tokens`` holds a whole chunk for each of its 2 * cp * tp shares, and in FP8
+   each of its cp * tp shares a multiple of 16 or 32 tokens.
 The vocabulary is padded to a multiple of tp, and the hidden size is not divided by any axis.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
+from megarl.config.fp8 import row_alignment
 from megarl.config.schema import Config, ParallelSection
 from megarl.errors import Problem
 
@@ -76,7 +79,8 @@ def layout_problems(
     """Of the policy, then of a critic that has a layout or a model of its own. ``critic_hf``: the
     config.json of ``critic.hf``, None: not checked.
     """
-    actor = _Subject("", config.parallel, config.train.row_tokens)
+    row, align = config.train.row_tokens, row_alignment(config.precision.fp8)
+    actor = _Subject("", config.parallel, row, align)
     found = list(_problems(actor, world_size, hf))
     yield from found
     there = config.critic.lr is not None and config.algo.needs_values
@@ -86,7 +90,7 @@ def layout_problems(
     ranks = p.tp * p.pp * p.cp * p.dp
     where = "critic." if config.critic.parallel else ""
     other_model = config.critic.hf is not None
-    critic = _Subject(where, config.critic_parallel, config.train.row_tokens, other_model)
+    critic = _Subject(where, config.critic_parallel, row, align, other_model)
     of_critic = list(_problems(critic, ranks, critic_hf if config.critic.hf else hf))
     yield from (problem for problem in of_critic if problem not in found)
     if hf and critic_hf and (hf.get("vocab_size") or 0) > (critic_hf.get("vocab_size") or 0):
@@ -101,6 +105,7 @@ class _Subject:
     prefix: str
     parallel: ParallelSection
     row_tokens: int
+    align: int  # of a rank's tokens
     other_model: bool = False  # that of critic.hf
 
     def key(self, axis: str = "") -> str:
@@ -128,9 +133,11 @@ def _problems(
         for axis, n in _named_stages(p).items():
             accepted = f"null, or {subject.key('pp')} > 1: one stage holds every layer"
             yield Problem(subject.key(axis), str(n), accepted)
-    multiple = p.tp * (2 * p.cp if p.cp > 1 else 1)
+    multiple = lcm(p.tp * (2 * p.cp if p.cp > 1 else 1), p.cp * p.tp * subject.align)
     if subject.row_tokens % multiple:
         shares = f"tp {p.tp}" if p.cp == 1 else f"2 * cp {p.cp} * tp {p.tp}"
+        if subject.align > 1:
+            shares = f"cp {p.cp} * tp {p.tp} * {subject.align} tokens for precision.fp8"
         of = " of critic.parallel" if subject.prefix else ""
         accepted = f"a multiple of {multiple} ({shares}{of})"
         yield Problem("train.row_tokens", str(subject.row_tokens), accepted)

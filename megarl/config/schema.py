@@ -225,6 +225,11 @@ class RolloutSection(Section):
     """Managed embedded server: always compute full batches, so that a sample's bits do not depend
     on its neighbours.
     """
+    fp8: Literal["none", "f32", "power_of_two"] = "none"
+    """Managed embedded server: compute as a server of FP8 weights does, in blocks of 128 x 128 with
+    scales of this kind, those of activations in 1 x 128. It still receives bf16 (or fp32) weights.
+    docs/fp8-emulation.md.
+    """
     server_command: tuple[str, ...] = ()
     """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m",
     "sglang.launch_server"].
@@ -264,6 +269,11 @@ class TrainSection(Section):
     More save padding where samples are long for a row (half of one or more): every microbatch then
     has the shortest of the lengths that holds its rows, the same on all ranks. Pipeline stages then
     tell each other the shape of every activation they exchange.
+    """
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """What layers are made of: Megatron's own modules, or Transformer Engine's, which need a GPU.
+    auto: Transformer Engine's where it and GPUs are, unless ``precision.fp8`` is emulated.
+    Checkpoints of either are read by both. docs/transformer-engine.md.
     """
     gradient_accumulation_fusion: Literal["auto", "always", "never"] = "auto"
     """Weight gradients are added to the accumulated ones by the matrix product itself: apex's

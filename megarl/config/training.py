@@ -6,6 +6,8 @@ from megarl.config.layout import Dims
 from megarl.config.schema import Config, OptimSection, ParallelSection
 from megarl.errors import Problem
 
+FP8_LAYERS = {"te": "transformer_engine", "emulated": "local"}  # by precision.fp8.backend
+
 
 def training_problems(config: Config, dims: Dims | None) -> Iterator[Problem]:
     """``dims`` None: the model's config.json is not at hand, what it decides is not checked."""
@@ -13,6 +15,7 @@ def training_problems(config: Config, dims: Dims | None) -> Iterator[Problem]:
     yield from _optimizer(config)
     yield from _overlap(config)
     yield from _replay(config)
+    yield from _layers(config)
     if dims is not None and dims.layers:
         yield from _recompute(config, dims)
 
@@ -94,6 +97,15 @@ def _overlap(config: Config) -> Iterator[Problem]:
     if overlap.moe_shared_expert and config.moe.token_dispatcher == "allgather":
         accepted = "alltoall or flex, with overlap.moe_shared_expert"
         yield Problem("moe.token_dispatcher", "allgather", accepted)
+
+
+def _layers(config: Config) -> Iterator[Problem]:
+    impl, fp8 = config.train.transformer_impl, config.precision.fp8
+    if fp8 is not None and impl not in ("auto", FP8_LAYERS[fp8.backend]):
+        accepted = (
+            f"auto, {FP8_LAYERS[fp8.backend]}: precision.fp8.backend={fp8.backend} is in these"
+        )
+        yield Problem("train.transformer_impl", impl, accepted)
 
 
 def _recompute(config: Config, dims: Dims) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel
 
 from megarl.config.fields import field_of, given_keys
+from megarl.config.fp8 import Fp8Section
 from megarl.config.schema import Config
 from megarl.errors import Problem
 
@@ -37,6 +38,10 @@ class Rule:
 
 def _managed(engine: str) -> Callable[[Config, int | None], bool]:
     return lambda c, _: c.run.mode == "rl" and not c.rollout.urls and c.rollout.engine == engine
+
+
+def _fp8(of: Callable[[Fp8Section], bool]) -> Callable[[Config, int | None], bool]:
+    return lambda c, _: c.precision.fp8 is not None and of(c.precision.fp8)
 
 
 def _wsd(config: Config) -> bool:
@@ -103,7 +108,7 @@ RULES = (
     Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
         (
-            *("rollout.port", "rollout.max_running", "rollout.fixed_shape"),
+            *("rollout.port", "rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
             *("rollout.server_command", "rollout.server_args"),
         ),
         "the servers of rollout.urls already run with settings of their own",
@@ -111,7 +116,7 @@ RULES = (
     ),
     Rule(
         _managed("sglang"),
-        ("rollout.max_running", "rollout.fixed_shape"),
+        ("rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
         "it is of the embedded server, and rollout.engine=sglang",
         "rollout.server_args for SGLang's own options",
     ),
@@ -225,6 +230,26 @@ RULES = (
         lambda c, _: c.moe.token_dispatcher != "flex",
         ("moe.flex_backend",),
         "it is of moe.token_dispatcher=flex",
+    ),
+    Rule(
+        _fp8(lambda section: section.recipe != "blockwise"),
+        ("precision.fp8.scales",),
+        "it is of precision.fp8.recipe=blockwise",
+    ),
+    Rule(
+        _fp8(lambda section: section.recipe != "delayed"),
+        ("precision.fp8.amax_history", "precision.fp8.amax_algo", "precision.fp8.margin"),
+        "it is of precision.fp8.recipe=delayed",
+    ),
+    Rule(
+        _fp8(lambda section: section.amax_algo == "most_recent"),
+        ("precision.fp8.amax_history",),
+        "precision.fp8.amax_algo=most_recent looks at one step",
+    ),
+    Rule(
+        _fp8(lambda section: section.backend == "emulated"),
+        ("precision.fp8.param_gather",),
+        "precision.fp8.backend=emulated keeps parameters in bf16",
     ),
 )
 

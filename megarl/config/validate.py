@@ -2,8 +2,9 @@
 
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
 ``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
-``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``hardware.py`` (GPUs and
-packages), ``unused.py`` (no effect), and here batches, modes, servers and devices.
+``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``fp8_rules.py``,
+``hardware.py`` (GPUs and packages), ``unused.py`` (no effect), and here batches, modes, servers and
+devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 from megarl.config.algorithm import algorithm_problems
 from megarl.config.fields import field_of, members
 from megarl.config.files import file_problems
+from megarl.config.fp8_rules import fp8_problems
 from megarl.config.hardware import hardware_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
@@ -51,6 +53,7 @@ def validate(
     """
     refused = refused_models or {}
     dims = None if hf_config is None else Dims.of(hf_config)
+    critic_dims = None if critic_hf_config is None else Dims.of(critic_hf_config)
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config, critic_hf_config),
@@ -59,6 +62,7 @@ def validate(
         *algorithm_problems(config),
         *_batch(config),
         *training_problems(config, dims),
+        *fp8_problems(config, dims, critic_dims),
         *length_problems(config, hf_config),
         *_servers(config),
         *_devices(config, num_gpus),
@@ -154,6 +158,10 @@ def _servers(config: Config) -> Iterator[Problem]:
     if rollout.urls and rollout.key_file is None:
         accepted = "the file with the key of the servers in rollout.urls"
         yield Problem("rollout.key_file", "nothing", accepted)
+    fp8 = config.precision.fp8
+    if fp8 is not None and fp8.recipe == "blockwise" and rollout.fp8 not in ("none", fp8.scales):
+        accepted = f"{fp8.scales}, as precision.fp8.scales, or both would have other weights"
+        yield Problem("rollout.fp8", rollout.fp8, accepted)
     for i, argument in enumerate(rollout.server_args):
         if argument.partition("=")[0] in _SET_BY_THE_RUN:
             accepted = f"anything but {', '.join(_SET_BY_THE_RUN)}: the run sets these"

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megarl.config.fp8_rules import NEEDS
 from megarl.installed import (
+    TE_NEEDED,
+    Installed,
     apex_fault,
+    engine_fault,
+    installed,
     muon_fault,
     package_folder,
-    transformer_engine_fault,
     version,
 )
 
@@ -39,7 +43,8 @@ def examine() -> list[Finding]:
         _native(),
         _package("megatron-core", required="0.19.2"),
         _package("triton"),  # megatron-core imports it, with and without a GPU
-        transformer_engine(version("transformer-engine"), version("transformer-engine-torch")),
+        transformer_engine(version("transformer-engine"), engine_fault()),
+        fp8(installed()),
         apex(package_folder("apex")),
         muon(version("emerging-optimizers")),
         _package("transformers", required="5.19.0"),
@@ -55,12 +60,34 @@ def apex(folder: Path | None) -> Finding:
     return Finding("apex", "bad" if fault else "ok", fault or f"NVIDIA's, {folder}")
 
 
-def transformer_engine(core: str | None, torch_part: str | None) -> Finding:
+def transformer_engine(core: str | None, fault: str | None) -> Finding:
     name = "transformer-engine"
     if core is None:
         return Finding(name, "note", "not installed: no FP8, no fused kernels")
-    fault = transformer_engine_fault(core, torch_part)
-    return Finding(name, "bad" if fault else "ok", fault or f"{core}, torch part {torch_part}")
+    return Finding(name, "bad" if fault else "ok", fault or core)
+
+
+def fp8(found: Installed) -> Finding:
+    """Whether ``precision.fp8`` can be had from Transformer Engine here, in which recipes."""
+    name, engine = "FP8", found.transformer_engine
+    missing = None
+    if not engine:
+        missing = "Transformer Engine is not installed"
+    elif found.engine_fault is not None:
+        missing = "Transformer Engine does not work"
+    elif engine < TE_NEEDED:
+        missing = f"Transformer Engine {TE_NEEDED[0]}.{TE_NEEDED[1]} is needed"
+    elif found.gpu is None:
+        missing = "there is no GPU"
+    if missing is not None or found.gpu is None:
+        return Finding(name, "note", f"emulated only (precision.fp8.backend): {missing}")
+    runs: list[str] = []
+    lacking: list[str] = []
+    for recipe, needs in NEEDS.items():
+        fault = needs.fault(found.gpu)
+        (lacking if fault else runs).append(f"{recipe} ({fault})" if fault else recipe)
+    detail = f"{', '.join(runs) or 'emulated only'}; not {', '.join(lacking)}" * bool(lacking)
+    return Finding(name, "ok" if runs else "note", detail or ", ".join(runs))
 
 
 def muon(found: str | None) -> Finding:

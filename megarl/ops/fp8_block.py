@@ -65,8 +65,8 @@ def fp8_block_quant_ref(
 ) -> tuple[Tensor, Tensor]:
     """The specification of `fp8_block_quant`, in plain torch."""
     _check_quant(x, block_n, block_k, eps)
-    _check_finite(x)
-    blocks = _blocks(x.float(), block_n, block_k)
+    check_finite("fp8_block_quant", x)
+    blocks = in_blocks(x.float(), block_n, block_k)
     scales = blocks.abs().amax((1, 3)).clamp_min(eps) / E4M3_MAX
     scales = torch.where(scales >= _SMALLEST_NORMAL, scales, 1.0)
     if power_of_two:
@@ -83,12 +83,12 @@ def fp8_block_dequant_ref(
 ) -> Tensor:
     """The specification of `fp8_block_dequant`, in plain torch."""
     _check_dequant(codes, scales, block_n, block_k, dtype)
-    blocks = _blocks(codes.float(), block_n, block_k) * scales.float()[:, None, :, None]
+    blocks = in_blocks(codes.float(), block_n, block_k) * scales.float()[:, None, :, None]
     whole = blocks.view(blocks.shape[0] * block_n, blocks.shape[2] * block_k)
     return whole[: codes.shape[0], : codes.shape[1]].to(dtype).contiguous()
 
 
-def _blocks(x: Tensor, block_n: int, block_k: int) -> Tensor:
+def in_blocks(x: Tensor, block_n: int, block_k: int) -> Tensor:
     """[N, K] -> [ceil(N / block_n), block_n, ceil(K / block_k), block_k], filled up with zeros."""
     rows, columns = _grid(x, block_n, block_k)
     pads = (0, columns * block_k - x.shape[1], 0, rows * block_n - x.shape[0])
@@ -108,14 +108,14 @@ def _check_quant(x: Tensor, block_n: int, block_k: int, eps: float) -> None:
         raise RuntimeError(f"{op}: eps must be in [0, 1e30), got {eps:g}")
 
 
-def _check_finite(x: Tensor) -> None:
-    """Reads the values, for which an accelerator must stop: only the reference pays that."""
+def check_finite(op: str, x: Tensor) -> None:
+    """Of x [N, K]. Reads the values, for which an accelerator must stop."""
     wrong = ~x.isfinite()
     count = int(wrong.sum())
     if count:
         row, column = wrong.nonzero()[0].tolist()
         raise RuntimeError(
-            f"fp8_block_quant: x must be finite, got {count} value(s) that are not, "
+            f"{op}: x must be finite, got {count} value(s) that are not, "
             f"the first {x[row, column].item():g} at [{row}, {column}]"
         )
 

@@ -33,7 +33,9 @@ class Choices:
     recompute_layers: int = 1  # with recompute=full: recompute.num_layers
     distributed_optimizer: bool = True
     offloaded: float = 0.0  # share of the optimizer's state in host memory
-    fp8: bool = False  # matrix products of the layers in FP8; parameters stay in ``dtype``
+    fp8: bool = False  # matrix products of the layers in FP8
+    fp8_stored: bool = False  # and their matrices in nothing else; else in ``dtype`` besides
+    bf16_layers: tuple[int, int] = (0, 0)  # without these many first and last layers
     gradient_bytes: int = 4
     moment_bytes: tuple[int, int] = (4, 4)  # of Adam's two
     main_bytes: int = 4  # of the main parameters that bf16 ones have
@@ -71,9 +73,11 @@ class Choices:
 
 
 def choices_of(config: Config) -> Choices:
-    """Those that the settings make."""
+    """Those that the settings make. FP8 is Transformer Engine's (``job.layout_of`` refuses another:
+    what an emulation holds is nobody's plan).
+    """
     optim, recompute = config.optim, config.recompute
-    aware = optim.precision_aware
+    aware, fp8 = optim.precision_aware, config.precision.fp8
     moments = (aware.exp_avg_dtype, aware.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     return Choices(
         dtype=config.precision.dtype,
@@ -83,6 +87,9 @@ def choices_of(config: Config) -> Choices:
         recompute_layers=recompute.num_layers,
         distributed_optimizer=optim.distributed,
         offloaded=optim.cpu_offload.fraction if optim.cpu_offload else 0.0,
+        fp8=fp8 is not None,
+        fp8_stored=fp8 is not None and fp8.param_gather,
+        bf16_layers=(fp8.first_layers_bf16, fp8.last_layers_bf16) if fp8 else (0, 0),
         gradient_bytes=_BYTES[config.precision.grad_reduce_dtype],
         moment_bytes=(_BYTES[moments[0]], _BYTES[moments[1]]),
         main_bytes=_BYTES[aware.main_params_dtype] if aware else 4,

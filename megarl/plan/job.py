@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megarl.config.files import read_hf_config
-from megarl.config.layout import layout_problems
+from megarl.config.fp8 import Fp8Section, row_alignment
+from megarl.config.fp8_rules import fp8_problems
+from megarl.config.layout import Dims, layout_problems
 from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, Problem
@@ -96,12 +98,22 @@ class Plan:
 
 
 def read_job(
-    arguments: Sequence[str], *, gpus: int, gpu_gib: float, sample_tokens: int | None
+    arguments: Sequence[str],
+    *,
+    gpus: int,
+    gpu_gib: float,
+    sample_tokens: int | None,
+    fp8: bool = False,
 ) -> Job:
-    """Raises ConfigError for settings that are wrong in themselves, DataError for a model that is
-    not supported.
+    """``fp8``: as if ``precision.fp8`` were there, with its defaults.
+
+    Raises ConfigError for settings that are wrong in themselves, DataError for a model that is not
+    supported.
     """
     config = load_config(*split_arguments(arguments), beneath=_BENEATH)
+    if fp8 and config.precision.fp8 is None:
+        precision = config.precision.model_copy(update={"fp8": Fp8Section()})
+        config = config.model_copy(update={"precision": precision})
     hf: Mapping[str, Any] | None
     if config.model.hf != _NO_FOLDER:
         spec, hf = model_spec(config.model), read_hf_config(config.model.hf)
@@ -127,6 +139,7 @@ def layout_of(job: Job) -> Mesh:
     config = job.config.model_copy(update={"parallel": p.model_copy(update={"dp": dp})})
     problems = [
         *layout_problems(config, job.gpus, job.hf),
+        *_fp8(job),
         *_room(job),
         *_samples(job, dp),
     ]
@@ -143,12 +156,12 @@ def plan_job(job: Job, mesh: Mesh, choices: Choices) -> Plan:
 
 
 def what_if(
-    job: Job, recompute: Recompute | None, *, offload_optimizer: bool, fp8: bool
+    job: Job, recompute: Recompute | None, *, offload_optimizer: bool
 ) -> tuple[Choices, list[Choices]]:
     """(the settings' choices with those of the command line, what suggestions may take besides):
     every way of recomputation, from none to all, unless the command line names one.
     """
-    found = replace(choices_of(job.config), fp8=fp8)
+    found = choices_of(job.config)
     if offload_optimizer:
         found = replace(found, offloaded=1.0)
     if recompute is not None:
@@ -169,7 +182,16 @@ def mesh_with(config: Config, dp: int) -> Mesh:
         vpp=p.vpp,
         first_layers=p.first_layers,
         last_layers=p.last_layers,
+        align=row_alignment(config.precision.fp8),
     )
+
+
+def _fp8(job: Job) -> Iterator[Problem]:
+    section = job.config.precision.fp8
+    yield from fp8_problems(job.config, Dims.of(job.hf))
+    if section is not None and section.backend != "te":
+        accepted = "te: what an emulation holds in memory is not planned"
+        yield Problem("precision.fp8.backend", section.backend, accepted)
 
 
 def _room(job: Job) -> Iterator[Problem]:

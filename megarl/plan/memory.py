@@ -2,7 +2,9 @@
 
 All ranks of a stage hold the same number of everything, so one stands for the stage::
 
-    parameters   2 (bf16) or 4 (fp32) a number, trained or not; 4 a number of the expert bias
+    parameters   2 (bf16) or 4 (fp32) a number, trained or not; 4 a number of the expert bias;
+                 with FP8 2 more of a layer's matrices, a copy by rows and one by columns, or these
+                 alone where parameters are stored so
     gradients    4 n_trained                                 whole on every rank: they add up
     optimizer    12 (bf16: main, two moments; fp32: 8) n_shared / (dp cp) + n_expert / edp
     activations  of the rows that a stage has begun and not finished, and of what is recomputed
@@ -30,7 +32,7 @@ from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.plan.activations import LayerBytes, first_bytes, head_bytes, layer_bytes
 from megarl.plan.choices import Choices, Rows
-from megarl.plan.parameters import Count, stage_count
+from megarl.plan.parameters import Count, quantised_count, stage_count
 
 GIB = 2**30
 ALLOWANCE = 6 * GIB
@@ -76,7 +78,8 @@ def stage_memory(
 ) -> StageMemory:
     """The most that a rank of ``stage`` holds while it trains on ``rows``."""
     count = stage_count(spec, mesh, stage)
-    states = _states(count, mesh, choices)
+    quantised = quantised_count(spec, mesh, stage, choices.bf16_layers).parameters
+    states = _states(count, quantised, mesh, choices)
     kinds = {moe: layer_bytes(spec, mesh, rows, choices, moe=moe) for moe in set(spec.moe_layers)}
     chunks = _chunk_bytes(spec, mesh, stage, kinds, rows, choices)
     passes = chunk_passes(mesh, stage, rows.count)
@@ -96,7 +99,7 @@ def stage_memory(
         activations=kept + max(0.0, again - head),
         head=head,
         working=_working(spec, mesh, stage, choices, rows),
-        critic=_critic(spec, count, mesh, stage, choices) if critic else 0.0,
+        critic=_critic(spec, count, quantised, mesh, stage, choices) if critic else 0.0,
         allowance=ALLOWANCE,
     )
 
@@ -136,11 +139,12 @@ def optimizer_ranks(mesh: Mesh) -> tuple[int, int]:
     return mesh.dp * mesh.cp, mesh.stage_size // (mesh.ep * mesh.etp)
 
 
-def _states(count: Count, mesh: Mesh, choices: Choices) -> dict[str, float]:
+def _states(count: Count, quantised: int, mesh: Mesh, choices: Choices) -> dict[str, float]:
     shared, expert = optimizer_ranks(mesh) if choices.distributed_optimizer else (1, 1)
     optimizer = choices.optimizer_bytes * (count.shared / shared + count.expert / expert)
-    # FP8 keeps a copy of every weight by rows and one by columns, of a byte each
-    parameters = count.parameters * (choices.parameter_bytes + (2 if choices.fp8 else 0))
+    parameters = count.parameters * choices.parameter_bytes
+    if choices.fp8:
+        parameters += (2 - choices.parameter_bytes * choices.fp8_stored) * quantised
     return {
         "parameters": float(parameters + 4 * count.buffers),
         "gradients": float(choices.gradient_bytes * count.trained),
@@ -194,12 +198,14 @@ def _working(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices, rows: Ro
     return float(choices.activation_bytes * (widest * spec.hidden + gathered))
 
 
-def _critic(spec: ModelSpec, count: Count, mesh: Mesh, stage: int, choices: Choices) -> float:
+def _critic(
+    spec: ModelSpec, count: Count, quantised: int, mesh: Mesh, stage: int, choices: Choices
+) -> float:
     """A second model of the same layout, with a row of H in place of the output head."""
     shared = count.shared
     if stage == mesh.pp - 1:
         tied_here = spec.tie_embeddings and mesh.pp == 1
         head = padded_vocab_size(spec.vocab, VOCAB_MULTIPLE) // mesh.tp * spec.hidden
         shared += spec.hidden - (0 if tied_here else head)
-    states = _states(replace(count, shared=shared), mesh, choices)
+    states = _states(replace(count, shared=shared), quantised, mesh, choices)
     return states["parameters"] + states["gradients"] + states["optimizer"]

@@ -85,6 +85,23 @@ def stage_count(spec: ModelSpec, mesh: Mesh, stage: int) -> Count:
     return found
 
 
+def quantised_count(
+    spec: ModelSpec, mesh: Mesh, stage: int, bf16_layers: tuple[int, int] = (0, 0)
+) -> Count:
+    """Of those, the matrices of layers that FP8 quantises: all but the router's, without the first
+    and last ``bf16_layers``.
+    """
+    first, end = bf16_layers[0], spec.layers - bf16_layers[1]
+    ranges = [mesh.layers_of(spec.layers, stage, k) for k in range(mesh.vpp)]
+    inside = [spec.moe_layers[n] for r in ranges for n in r if first <= n < end]
+    moe, attention = sum(inside), _attention_matrices(spec, mesh.tp)
+    wide = 3 * spec.hidden // mesh.tp
+    shared = len(inside) * attention + wide * (moe * spec.shared_ffn)
+    shared += wide * (len(inside) - moe) * spec.ffn
+    expert = spec.experts // mesh.ep * 3 * spec.hidden * spec.moe_ffn // mesh.etp if moe else 0
+    return Count(shared=shared, expert=moe * expert)
+
+
 def _ends(spec: ModelSpec, mesh: Mesh, *, first: bool, last: bool) -> Count:
     """What is outside the layers."""
     vocab = padded_vocab_size(spec.vocab, VOCAB_MULTIPLE) * spec.hidden // mesh.tp
@@ -135,22 +152,24 @@ def mtp_parameters(spec: ModelSpec) -> int:
 
 
 def _attention(spec: ModelSpec, tp: int) -> int:
-    queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    split = (2 * queries + 2 * keys) * spec.hidden
-    split += queries * spec.hidden if spec.output_gate else 0
-    split += queries + 2 * keys if spec.qkv_bias else 0
+    split = spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim if spec.qkv_bias else 0
     split += spec.heads if spec.sinks else 0
     whole = 2 * spec.head_dim if spec.qk_norm else 0
     whole += spec.hidden if spec.out_bias else 0
-    return split // tp + whole
+    return _attention_matrices(spec, tp) + split // tp + whole
 
 
 def _latent_attention(spec: ModelSpec, tp: int) -> int:
-    mla = spec.mla
-    assert mla is not None
-    queries = spec.heads * spec.head_dim
-    whole = (mla.kv_rank + mla.rope_dim) * spec.hidden + mla.kv_rank
-    whole += mla.q_rank * spec.hidden + mla.q_rank
+    assert spec.mla is not None
+    return _attention_matrices(spec, tp) + spec.mla.kv_rank + spec.mla.q_rank
+
+
+def _attention_matrices(spec: ModelSpec, tp: int) -> int:
+    queries, keys, mla = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.mla
+    if mla is None:
+        split = (2 * queries + 2 * keys) * spec.hidden
+        return (split + (queries * spec.hidden if spec.output_gate else 0)) // tp
+    whole = (mla.kv_rank + mla.rope_dim + mla.q_rank) * spec.hidden
     split = mla.kv_rank * spec.heads * (mla.nope_dim + mla.value_dim)
     split += spec.heads * mla.value_dim * spec.hidden
     split += queries * (mla.q_rank or spec.hidden)

@@ -67,9 +67,8 @@ def _heading(plan: Plan) -> Iterator[str]:
     extras = [f"recompute {c.recompute}"]
     if c.recompute == "selective":
         extras[0] += f" ({', '.join(c.recompute_modules)})"
-    extras += [f"{c.offloaded:.0%} of the optimizer on the host"] * (c.offloaded > 0) + [
-        "FP8"
-    ] * c.fp8
+    extras += [f"{c.offloaded:.0%} of the optimizer on the host"] * (c.offloaded > 0)
+    extras += ["FP8, parameters too" if c.fp8_stored else "FP8"] * c.fp8
     yield f"{c.dtype}, {', '.join(extras)}"
     yield (
         f"{plan.rows.count} rows of {job.row_tokens:,} tokens a rank and optimizer step "

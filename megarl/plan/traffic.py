@@ -10,7 +10,7 @@ a pass that recomputation repeats is sent again)::
           2 b H topk s (etp - 1) each
     pp    b H s of activations and as much of gradients for each chunk
     dp    once a step: gradients, 4 n (r - 1) / r over the r ranks that have the same parameters,
-          and the new parameters, b n (r - 1) / r
+          and the new parameters, b n (r - 1) / r, of which those that are stored in FP8 take a byte
 
 A pipeline of pp stages idles (pp - 1) / (m vpp) of the time that it works.
 
@@ -29,7 +29,7 @@ from megarl.models.mapping import VOCAB_MULTIPLE, padded_vocab_size
 from megarl.models.spec import ModelSpec
 from megarl.plan.choices import Choices, Rows
 from megarl.plan.memory import optimizer_ranks
-from megarl.plan.parameters import stage_count
+from megarl.plan.parameters import quantised_count, stage_count
 
 NODE_RANKS = 8  # that NVLink connects
 
@@ -81,11 +81,16 @@ def step_traffic(spec: ModelSpec, mesh: Mesh, choices: Choices, rows: Rows) -> l
 
 
 def _data_parallel(spec: ModelSpec, mesh: Mesh, choices: Choices) -> Traffic:
-    counts = [stage_count(spec, mesh, r) for r in {0, mesh.pp // 2, mesh.pp - 1}]
-    count = max(counts, key=lambda c: c.trained)
+    counts = {r: stage_count(spec, mesh, r) for r in {0, mesh.pp // 2, mesh.pp - 1}}
+    stage = max(counts, key=lambda r: counts[r].trained)
+    count = counts[stage]
     moved = choices.gradient_bytes + choices.parameter_bytes
     shared, expert = ((r - 1) / r for r in optimizer_ranks(mesh))
     total = moved * (count.shared * shared + count.expert * expert)
+    if choices.fp8_stored:
+        stored = quantised_count(spec, mesh, stage, choices.bf16_layers)
+        saved = choices.parameter_bytes - 1
+        total -= saved * (stored.shared * shared + stored.expert * expert)
     return Traffic("dp", total, mesh.stage_size <= NODE_RANKS)
 
 

@@ -292,11 +292,19 @@ class Engine:
         except Exception as error:
             self._break(f"a weight update is incomplete: {error}")
             raise
+        self._take_weights()
         self.unusable = None
         self.version = version or self.version
         if self.paused != "in_place":  # who asked for that keeps keys of the old weights knowingly
             self._schedule.retract_all()
             self.model.cache.clear()
+
+    def _take_weights(self) -> None:
+        try:
+            self.model.weights_changed()
+        except Exception as error:
+            self._break(f"the weights cannot be used: {error}")
+            raise
 
     def _load_folder(self, folder: Path, version: str | None, abort: bool) -> int:
         count = len(self._schedule.running)
@@ -305,6 +313,7 @@ class Engine:
         if abort:
             self._abort(None, "aborted by a load of weights")
         self.model.load_folder(folder)
+        self._take_weights()
         self._schedule.retract_all()
         self.model.cache.clear()
         self.updating, self.unusable = False, None

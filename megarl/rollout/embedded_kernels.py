@@ -31,20 +31,25 @@ def dense_experts(
     """Every expert for every row as two matrix products; the router's weights, 0 where an expert
     was not chosen, scale between them, so the second product also sums over the experts.
 
-    `hidden` [n, H]; `index`, `weights` [n, K].
+    `hidden` [n, H]; `index`, `weights` [n, K]. With `experts.fp8` (``embedded_fp8.py``) both
+    products are of rounded numbers, in fp32.
     """
     rows, width = hidden.shape
-    share = hidden.new_zeros(rows, experts.num_experts).scatter_(1, index, weights.to(hidden.dtype))
-    if experts.is_transposed:  # gate_up [E, H, 2I], down [E, I, H]
+    dtype, fp8 = hidden.dtype, getattr(experts, "fp8", None)
+    share = hidden.new_zeros(rows, experts.num_experts).scatter_(1, index, weights.to(dtype))
+    if fp8 is not None:
+        hidden, into, out_of = fp8.rows(hidden), fp8.into, fp8.out_of
+    elif experts.is_transposed:  # gate_up [E, H, 2I], down [E, I, H]
         into = experts.gate_up_proj.transpose(1, 2).reshape(-1, width)
         out_of = experts.down_proj.reshape(-1, width)
     else:  # [E, 2I, H], [E, H, I]
         into = experts.gate_up_proj.reshape(-1, width)
         out_of = experts.down_proj.transpose(1, 2).reshape(-1, width)
-    bias = experts.gate_up_proj_bias.reshape(-1) if experts.has_bias else None
-    inner = F.linear(hidden, into, bias).view(rows, experts.num_experts, -1)
-    inner = experts._apply_gate(inner) * share[..., None]
-    out = inner.view(rows, -1) @ out_of
+    bias = experts.gate_up_proj_bias.reshape(-1).to(into.dtype) if experts.has_bias else None
+    inner = F.linear(hidden, into, bias).to(dtype).view(rows, experts.num_experts, -1)
+    inner = experts._apply_gate(inner)
+    inner = (inner if fp8 is None else fp8.rows(inner)) * share[..., None]
+    out = (inner.view(rows, -1) @ out_of).to(dtype)
     return out + share @ experts.down_proj_bias if experts.has_bias else out
 
 

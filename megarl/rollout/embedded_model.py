@@ -13,6 +13,7 @@
    place in the batch.
 4. Otherwise a step has as many rows as there is work, attends no further than needed, and a long
    prompt goes through in one piece (`forward_chunk`).
+5. `fp8`: layers multiply what FP8 leaves of weights and activations (``embedded_fp8.py``).
 """
 
 import logging
@@ -27,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.cache_utils import Cache
 
 from megarl.errors import ConfigError, DataError, Problem
+from megarl.rollout.embedded_fp8 import SCALES, Fp8Weights
 from megarl.rollout.embedded_kernels import DENSE_EXPERTS, ROW_ATTENTION, has_dense_form
 
 log = logging.getLogger(__name__)
@@ -142,11 +144,21 @@ class SlotModel:
     """A loaded model with its slots: rows in, logits and routing out."""
 
     def __init__(
-        self, folder: Path, *, num_slots: int, context_length: int, dtype: str, fixed_shape: bool
+        self,
+        folder: Path,
+        *,
+        num_slots: int,
+        context_length: int,
+        dtype: str,
+        fixed_shape: bool,
+        fp8: str = "none",
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError([Problem("dtype", dtype, " or ".join(DTYPES))])
+        if fp8 not in ("none", *SCALES):
+            raise ConfigError([Problem("fp8", fp8, " or ".join(("none", *SCALES)))])
         self.folder, self.num_slots, self.fixed_shape = folder, num_slots, fixed_shape
+        self.fp8 = fp8
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._dtype = DTYPES[dtype]
         self.module = load_model(folder, self._dtype, self.device)
@@ -161,9 +173,20 @@ class SlotModel:
         self._check_supported()
         for experts in self._experts:
             experts.register_forward_pre_hook(self._record_routing, with_kwargs=True)
-        if fixed_shape and self._experts:
+        if self._dense:
             self.module.set_experts_implementation(DENSE_EXPERTS)
+        self._rounded = None if fp8 == "none" else Fp8Weights(self.module, self._experts, fp8)
         self.cache = SlotCache(num_slots, context_length)
+
+    def weights_changed(self) -> None:
+        """To be called when the module's weights are no longer what they were."""
+        if self._rounded is not None:
+            self._rounded.refresh()
+
+    @property
+    def _dense(self) -> bool:
+        """Whether experts are computed densely: in FP8 they have no other form here."""
+        return bool(self._experts) and (self.fixed_shape or self.fp8 != "none")
 
     @property
     def has_routing(self) -> bool:
@@ -220,7 +243,9 @@ class SlotModel:
             )
 
     def load_folder(self, folder: Path) -> None:
-        """New weights from another folder of the same model; if it is bad, the old ones stay."""
+        """New weights from another folder of the same model; if it is bad, the old ones stay. The
+        caller then says ``weights_changed``.
+        """
         fresh = load_model(folder, self._dtype, self.device).state_dict()
         have = self.module.state_dict(keep_vars=True)
         unlike = [
@@ -280,12 +305,12 @@ class SlotModel:
             found = f"attention {sorted(kinds)} with sliding_window={window}"
             accepts = "full attention, or layer_types that name the layers with sliding attention"
             problems.append(Problem("model", found, accepts))
-        if self.fixed_shape and not all(has_dense_form(e) for e in self._experts):
-            problems.append(
-                Problem(
-                    "fixed_shape", "true", "false: this model's experts have no dense form here"
-                )
-            )
+        if self._dense and not all(has_dense_form(e) for e in self._experts):
+            reason = "this model's experts have no dense form here"
+            if self.fixed_shape:
+                problems.append(Problem("fixed_shape", "true", f"false: {reason}"))
+            if self.fp8 != "none":
+                problems.append(Problem("fp8", self.fp8, f"none: {reason}"))
         longest = getattr(self.config, "max_position_embeddings", None)
         if longest is not None and self.context_length > longest:
             problems.append(Problem("context_length", str(self.context_length), f"up to {longest}"))

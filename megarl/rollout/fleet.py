@@ -259,6 +259,7 @@ class _Starter:
             "max-running": section.max_running,
             "context-length": section.context_length,
             "dtype": self.dtype,
+            "fp8": section.fp8,
             "parent-pid": os.getpid(),
         }
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]

@@ -184,6 +184,7 @@ class _Api:
             "max_running_requests": engine.model.num_slots,
             "context_length": engine.model.context_length,
             "fixed_shape": engine.model.fixed_shape,
+            "fp8": engine.model.fp8,
             "engine": "megarl-embedded",
         }
         return web.json_response(limits | engine.state())

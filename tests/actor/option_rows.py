@@ -10,7 +10,7 @@ from typing import Any
 class Row:
     """``key``: set to ``value``. ``expect``: "object.attribute" -> value, dtypes by name. ``also``:
     further settings it has an effect with. ``refusal``: what Megatron says to it where Transformer
-    Engine is absent, which shows as well that it was told.
+    Engine is absent, which shows as well that it was told. ``dense``: the model has no experts.
     """
 
     key: str
@@ -19,6 +19,7 @@ class Row:
     also: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=dict)
     refusal: str = ""
+    dense: bool = False
 
 
 def _schedule(name: str, **also: Any) -> dict[str, Any]:
@@ -28,6 +29,14 @@ def _schedule(name: str, **also: Any) -> dict[str, Any]:
 OFFLOAD = {"optim.cpu_offload.fraction": 1.0, "optim.distributed": True}
 MUON = {"optim.name": "muon", "optim.distributed": False}
 DP2 = {"dp": 2}
+BF16 = {"precision.dtype": "bf16", "precision.fp8.backend": "te"}
+DELAYED = {**BF16, "precision.fp8.recipe": "delayed"}
+
+
+def _fp8(name: str, value: Any, expect: dict[str, Any], **more: Any) -> Row:
+    """Of a dense model: with experts Megatron refuses FP8 where Transformer Engine is absent."""
+    return Row(f"precision.fp8.{name}", value, expect, **{"also": BF16, "dense": True, **more})
+
 
 ROWS = (
     Row("precision.dtype", "bf16", {"model.params_dtype": "bfloat16", "model.bf16": True}),
@@ -35,6 +44,24 @@ ROWS = (
         *("precision.grad_reduce_dtype", "bf16", {"ddp.grad_reduce_in_fp32": False}),
         also={"precision.dtype": "bf16"},
     ),
+    _fp8("backend", "te", {"model.fp8": "e4m3", "model.fp8_wgrad": True}),
+    Row("precision.fp8.recipe", "delayed", {"model.fp8_recipe": "delayed"}, also=BF16,
+        refusal="Only transformer-engine"),
+    _fp8("recipe", "mxfp8", {"model.fp8_recipe": "mxfp8", "optimizer.fp8_recipe": "mxfp8"}),
+    _fp8("format", "hybrid", {"model.fp8": "hybrid"}),
+    _fp8("param_gather", True, {"model.fp8_param": True, "ddp.fp8_param_gather": True,
+        "ddp.reuse_grad_buf_for_mxfp8_param_ag": False}),
+    _fp8("param_gather", True, {"ddp.reuse_grad_buf_for_mxfp8_param_ag": True,
+        "optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
+        also={**BF16, "precision.fp8.recipe": "mxfp8"}),
+    _fp8("first_layers_bf16", 2, {"model.first_last_layers_bf16": True,
+        "model.num_layers_at_start_in_bf16": 2, "model.num_layers_at_end_in_bf16": 0}),
+    _fp8("last_layers_bf16", 3, {"model.first_last_layers_bf16": True,
+        "model.num_layers_at_start_in_bf16": 0, "model.num_layers_at_end_in_bf16": 3}),
+    _fp8("amax_history", 7, {"model.fp8_amax_history_len": 7}, also=DELAYED),
+    _fp8("amax_algo", "most_recent", {"model.fp8_amax_compute_algo": "most_recent"},
+        also=DELAYED),
+    _fp8("margin", 2, {"model.fp8_margin": 2}, also=DELAYED),
     Row("optim.lr", 0.5, {"optimizer.lr": 0.5, "schedule.max_lr": 0.5}),
     Row("optim.betas", [0.3, 0.4], {"optimizer.adam_beta1": 0.3, "optimizer.adam_beta2": 0.4}),
     Row("optim.eps", 1e-3, {"optimizer.adam_eps": 1e-3}),

@@ -23,6 +23,7 @@ from megarl.actor.attention_packed import RMSNorm
 from megarl.actor.layers import layer_spec
 from megarl.actor.load import load_hf_weights
 from megarl.actor.model import build_model, padded_vocab
+from megarl.actor.modules import modules_for
 from megarl.actor.options import plain_options
 from megarl.actor.rotary import PackedRotaryEmbedding
 from megarl.actor.setup import Parallel, init_parallel
@@ -99,7 +100,7 @@ def _build_chunk(
     chunk = {"ignore_virtual": False, "vp_stage": k or 0}
     model = HybridModel(
         config,
-        ModuleSpec(stack, submodules=_submodules(spec)),
+        ModuleSpec(stack, submodules=_submodules(config, spec)),
         vocab_size=padded_vocab(spec),
         max_sequence_length=spec.max_positions,
         hybrid_layer_pattern=layer_pattern(spec, parts),
@@ -115,9 +116,12 @@ def _build_chunk(
     return model
 
 
-def _submodules(spec: ModelSpec) -> HybridStackSubmodules:
+def _submodules(config: Any, spec: ModelSpec) -> HybridStackSubmodules:
     """Halves of our layers."""
-    moe, dense = (layer_spec(spec, moe=moe).submodules for moe in (bool(spec.experts), False))
+    modules = modules_for(config, spec)
+    moe, dense = (
+        layer_spec(spec, modules, moe=moe).submodules for moe in (bool(spec.experts), False)
+    )
     attention = ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(

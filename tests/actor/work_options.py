@@ -39,6 +39,9 @@ def _read(hf: Path, row: Row, value: Any) -> dict[str, Any]:
     sections = nested({**row.also, **({} if value is None else {row.key: value})})
     config = config_for(hf, **sections)
     spec = replace(read_spec(hf), expert_bias=True, router_score="sigmoid", shared_ffn=32)
+    if row.dense:
+        flags = {"moe_layers": (False,) * spec.layers, "expert_bias": False}
+        spec = replace(spec, experts=0, shared_ffn=0, ffn=64, **flags)
     dtype = dtype_of(config.precision)
     # what the model is: the settings' part of it is what is read back
     objects = {

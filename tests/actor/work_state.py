@@ -56,7 +56,7 @@ def trained_on(
     rank: int, hf: Path, layout: Layout, path: Path, save_at: int, until: int, **sections: Any
 ) -> dict[str, Any]:
     """Train to ``until``; on the way, save at step ``save_at``."""
-    return _with_actor(hf, layout, sections, lambda t: _train_and_save(t, path, save_at, until))
+    return with_trainee(hf, layout, sections, lambda t: _train_and_save(t, path, save_at, until))
 
 
 def resumed(
@@ -69,7 +69,7 @@ def resumed(
         load_trained(trainee.actor, path)
         return _report(trainee, save_at, until)
 
-    return _with_actor(hf, layout, sections, rest)
+    return with_trainee(hf, layout, sections, rest)
 
 
 def passed_on(rank: int, hf: Path, layout: Layout, path: Path, out: Path, **sections: Any) -> None:
@@ -81,7 +81,7 @@ def passed_on(rank: int, hf: Path, layout: Layout, path: Path, out: Path, **sect
         _folder(rank, out)
         save_trained(trainee.actor, out)
 
-    _with_actor(hf, layout, sections, again)
+    with_trainee(hf, layout, sections, again)
 
 
 def resumed_without_moments(
@@ -99,7 +99,7 @@ def resumed_without_moments(
                 state["exp_avg_sq"].zero_()
         return _report(trainee, save_at, until)
 
-    return _with_actor(hf, layout, sections, rest)
+    return with_trainee(hf, layout, sections, rest)
 
 
 def loaded_weights(
@@ -112,7 +112,7 @@ def loaded_weights(
         load_model(trainee.actor.model, trainee.actor.parallel, path)
         return trainee.weights()
 
-    return _with_actor(hf, layout, sections, load)
+    return with_trainee(hf, layout, sections, load)
 
 
 def saved_weights(rank: int, hf: Path, layout: Layout, path: Path) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def saved_weights(rank: int, hf: Path, layout: Layout, path: Path) -> dict[str, 
         save_model(trainee.actor.model, trainee.actor.parallel, path)
         return trainee.weights()
 
-    return _with_actor(hf, layout, {}, save)
+    return with_trainee(hf, layout, {}, save)
 
 
 def refusals(rank: int, hf: Path, layout: Layout, path: Path) -> list[str]:
@@ -141,7 +141,7 @@ def refusals(rank: int, hf: Path, layout: Layout, path: Path) -> list[str]:
                 texts.append(str(error))
         return texts
 
-    return _with_actor(hf, layout, {}, load)
+    return with_trainee(hf, layout, {}, load)
 
 
 def _train_and_save(trainee: Trainee, path: Path, save_at: int, until: int) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _folder(rank: int, path: Path) -> None:
     dist.barrier()
 
 
-def _with_actor(
+def with_trainee(
     hf: Path, layout: Layout, sections: dict[str, Any], use: Callable[[Trainee], Any]
 ) -> Any:
     """Megatron's writer passes its results through a queue in a helper process, which a worker, as

@@ -56,6 +56,7 @@ def test_what_a_setting_accepts_is_said_in_words(key: str, words: str) -> None:
 WHOLE = {
     "run": {"dir": "/r", "steps": 1},
     "model": {"hf": "/m"},
+    "precision": {"fp8": {}},
     "optim": {"lr": 1, "precision_aware": {}, "cpu_offload": {}},
     "algo": {
         "policy": {"name": "gspo"},
@@ -100,7 +101,7 @@ def test_given_keys_are_what_was_set_and_sections_given_without_a_setting() -> N
     assert {k: fields.lookup(config, k) for k in given} == given
     assert set(given) == {
         *("run.dir", "run.steps", "model.hf", "optim.lr", "algo.policy.name", "algo.kl.coef"),
-        *("optim.precision_aware", "optim.cpu_offload"),
+        *("precision.fp8", "optim.precision_aware", "optim.cpu_offload"),
         *("algo.kl.adaptive.target", "algo.kl.adaptive.horizon", "algo.entropy.name"),
         *("algo.correction", "algo.opsm.delta", "algo.value", "algo.dynamic_sampling"),
         *("algo.overlong.l_max", "algo.overlong.l_cache", "rollout.length_stages"),

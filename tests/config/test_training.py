@@ -117,13 +117,16 @@ def test_what_fits_together_is_no_problem(overrides: list[str], hf: dict[str, An
         (["moe.token_dispatcher=flex"], "moe.token_dispatcher", "deep_ep"),
         (["moe={token_dispatcher: flex, flex_backend: hybridep}"], "moe.token_dispatcher",
          "deep_ep with hybrid_ep"),
-        (["moe.permute_fusion=true"], "moe.permute_fusion", "Engine 2.1 or newer (it is not"),
+        (["moe.permute_fusion=true"], "moe.permute_fusion",
+         "Engine 2.1 or newer (no GPU, it is not"),
         (["moe.router_fusion=true"], "moe.router_fusion", "Transformer Engine 2.7"),
         (["moe.grouped_gemm=true"], "moe.grouped_gemm", "Transformer Engine"),
         (["train.gradient_accumulation_fusion=always"], "train.gradient_accumulation_fusion",
          "fused_weight_gradient_mlp_cuda"),
         (["recompute={granularity: selective, modules: [layernorm]}"], "recompute.modules",
          "Transformer Engine"),
+        (["train.transformer_impl=transformer_engine"], "train.transformer_impl",
+         "auto, local, or GPUs and Transformer Engine 2.20 or newer (no GPU, it is not installed)"),
     ],
 )  # fmt: skip
 def test_what_the_machine_lacks_is_named(overrides: list[str], key: str, words: str) -> None:
@@ -131,6 +134,45 @@ def test_what_the_machine_lacks_is_named(overrides: list[str], key: str, words: 
     assert list(problems) == [key]
     assert words in problems[key]
     assert found(hardware_problems(config(*overrides), 8, EVERYTHING)) == {}
+
+
+@pytest.mark.parametrize(
+    "setting", ["train.transformer_impl=transformer_engine", "moe.grouped_gemm=true"]
+)
+def test_transformer_engine_needs_a_gpu_where_it_is_installed(setting: str) -> None:
+    key = setting.partition("=")[0]
+    assert (
+        "(no GPU, 2.20 is installed)"
+        in found(hardware_problems(config(setting), 0, EVERYTHING))[key]
+    )
+    without_te = replace(EVERYTHING, transformer_engine=())
+    assert "(it is not installed)" in found(hardware_problems(config(setting), 8, without_te))[key]
+
+
+@pytest.mark.parametrize(
+    "impl, backend, accepted",
+    [
+        ("local", "te", "auto, transformer_engine: precision.fp8.backend=te is in these"),
+        (
+            "transformer_engine",
+            "emulated",
+            "auto, local: precision.fp8.backend=emulated is in these",
+        ),
+    ],
+)
+def test_fp8_is_computed_by_layers_of_one_kind(impl: str, backend: str, accepted: str) -> None:
+    fp8 = f"precision.fp8={{backend: {backend}}}"
+    key = "train.transformer_impl"
+    problems = found(training_problems(config(f"{key}={impl}", fp8), None))
+    assert problems == {key: f"{impl} | {accepted}"}
+    for other in {"auto", "local", "transformer_engine"} - {impl}:
+        assert found(training_problems(config(f"{key}={other}", fp8), None)) == {}
+
+
+@pytest.mark.parametrize("impl", ["auto", "local"])
+def test_other_layers_need_nothing(impl: str) -> None:
+    asked = config(f"train.transformer_impl={impl}")
+    assert found(hardware_problems(asked, 0, NOTHING)) == {}
 
 
 def test_an_older_version_is_named_with_what_is_there() -> None:

@@ -58,6 +58,9 @@ def unused(overrides: list[str], experts: int | None = 8) -> dict[str, str]:
         (REPLAY, "monitor.samples_per_step=3", "3"),
         (URLS, "rollout.port=3000", "already run with settings of their own"),
         (URLS, "rollout.fixed_shape=false", "leave out rollout.urls"),
+        (URLS, "rollout.fp8=f32", "leave out rollout.urls"),
+        (SGLANG, "rollout.fp8=power_of_two", "rollout.engine=sglang"),
+        (SFT, "rollout.fp8=f32", "nothing is sampled"),
         (SGLANG, "rollout.max_running=2", "rollout.engine=sglang"),
         (SGLANG, "rollout.fixed_shape=false", "rollout.server_args for SGLang's own"),
         (RL, "rollout.server_command=[python]", "rollout.engine=embedded"),
@@ -185,7 +188,7 @@ def test_every_setting_is_read_by_the_program() -> None:
     """
     paths = [p for p in PACKAGE.rglob("*.py") if p.name != "cli.py"]
     program = [p for p in paths if p.relative_to(PACKAGE).parts[0] != "config"]
-    program += [PACKAGE / "config" / f"{name}.py" for name in ("algo", "policies", "schema")]
+    program += [PACKAGE / "config" / f"{name}.py" for name in ("algo", "fp8", "policies", "schema")]
     files = {str(path.relative_to(PACKAGE)): words(path.read_text()) for path in program}
     unread = [
         f"{model.__name__}.{name}"

@@ -286,6 +286,8 @@ SETTINGS = [
          {"algo.overlong": ["= 16", "rollout.length_stages[1].max_new_tokens = 12"]}),
     # servers and devices
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
+    Case(["precision.fp8={backend: emulated}", "rollout.fp8=power_of_two"],
+         {"rollout.fp8": ["power_of_two", "f32, as precision.fp8.scales"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),
     Case([*URLS, "rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["a:1/ again"]}),
     Case(["rollout.urls=[http://a:1]"], {"rollout.key_file": ["nothing", "key of the servers"]}),

@@ -27,10 +27,12 @@ from torch.distributed import distributed_c10d
 
 
 class WorkerPool:
-    """``env``: what workers have in their environment besides this process's own."""
+    """``env``: what workers have in their environment besides this process's own. ``first``: a
+    module that they import before anything else.
+    """
 
-    def __init__(self, **env: str) -> None:
-        self._env = env
+    def __init__(self, first: str = "torch", **env: str) -> None:
+        self._first, self._env = first, env
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -82,7 +84,9 @@ class WorkerPool:
     def _start(self, world: int) -> None:
         while len(self._workers) < world:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(there, os.getpid(), self._first), daemon=True
+            )
             with mock.patch.dict(os.environ, self._env):
                 process.start()
             there.close()
@@ -101,14 +105,20 @@ class _OnOneDevice(dist.ProcessGroupGloo):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        **later: Any,  # what torch 2.14 asks for besides: nothing of it by default
     ) -> None:
+        assert not any(later.values()), later
         options = dist.ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [_DEVICE()], 1, timeout
         super().__init__(store, rank, size, options)
 
 
-def _serve(pipe: Connection, parent: int) -> None:
+def _serve(pipe: Connection, parent: int, first: str) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the pool's owner
     if os.getppid() != parent:
         return
@@ -120,6 +130,7 @@ def _serve(pipe: Connection, parent: int) -> None:
         except EOFError:
             return
         try:
+            importlib.import_module(first)
             timeout = datetime.timedelta(seconds=timeout_s)
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
             dist.init_process_group(

@@ -11,6 +11,7 @@ from megarl.mesh import Mesh
 from megarl.plan.activations import head_bytes, layer_bytes
 from megarl.plan.choices import Choices, Rows, choices_of
 from megarl.plan.memory import chunk_passes, plan_memory, stage_memory
+from megarl.plan.parameters import quantised_count
 from megarl.plan.traffic import bubble, rollout_bytes, step_traffic
 from tests.helpers.samples import random_samples
 from tests.plan.published import DEEPSEEK_V3, QWEN3_8B, QWEN3_30B
@@ -87,8 +88,50 @@ def test_choices_take_away_what_they_say() -> None:
     full, chosen = memory(recompute="full"), memory(recompute="selective")
     assert full.row < chosen.row < plain.row
     assert full.row == 48 * 2 * 2048 * 16384 / 4 + 8 * 16384
-    quantised = memory(fp8=True)
-    assert quantised.row < plain.row and quantised.parameters == 2 * plain.parameters
+
+
+def test_fp8_copies_the_matrices_of_layers_or_takes_their_place() -> None:
+    """Qwen3-30B-A3B, 24 of its 48 layers on a stage: q and out of 4,096, k and v of 512 each; 128
+    experts of 768; nothing of norms, router and embedding.
+    """
+    mesh = Mesh(tp=2, pp=2, dp=8, ep=8, etp=1)
+    attention, experts = (2 * 4096 + 2 * 512) * 2048 // 2, 128 // 8 * 3 * 2048 * 768
+
+    def memory(**choices: object) -> object:
+        chosen = replace(BF16, **choices)
+        return stage_memory(QWEN3_30B, mesh, 0, chosen, Rows(16384, 16384, 8))
+
+    plain = memory()
+    for bf16_layers, layers in (((0, 0), 24), ((3, 0), 21), ((0, 3), 24), ((30, 0), 0)):
+        matrices = layers * (attention + experts)
+        beside = memory(fp8=True, bf16_layers=bf16_layers)
+        assert beside.row < plain.row
+        assert beside.parameters == plain.parameters + 2 * matrices
+        assert memory(fp8=True, fp8_stored=True, bf16_layers=bf16_layers).parameters == (
+            plain.parameters
+        )
+
+    def sent(**choices: object) -> float:
+        traffic = step_traffic(QWEN3_30B, mesh, replace(BF16, **choices), Rows(16384, 16384, 8))
+        return next(x.num_bytes for x in traffic if x.axis == "dp")
+
+    # over 8 ranks attention, over 2 experts: a byte less of each new matrix
+    saved = sent(fp8=True) - sent(fp8=True, fp8_stored=True)
+    assert saved == pytest.approx(24 * (attention * 7 / 8 + experts / 2))
+    assert sent(fp8=True) == sent()
+
+
+def test_a_quantised_dense_layer_and_a_latent_one_by_hand() -> None:
+    """Qwen3-8B: q and out of 4,096, k and v of 1,024, an MLP of 12,288. DeepSeek-V3: ranks of 1,536
+    and 512, 128 heads of 128 + 64 and 128, three dense layers of 18,432, one shared expert.
+    """
+    dense = (2 * 4096 + 2 * 1024) * 4096 + 3 * 4096 * 12288
+    assert quantised_count(QWEN3_8B, Mesh(), 0).parameters == 36 * dense
+    h, heads = 7168, 128
+    latent = h * (1536 + 512 + 64) + 1536 * heads * 192 + 512 * heads * 256 + heads * 128 * h
+    moe = 58 * (3 * h * 2048 * (256 + 1))
+    found = quantised_count(DEEPSEEK_V3, Mesh(), 0)
+    assert found.parameters == 61 * latent + 3 * (3 * h * 18432) + moe
 
 
 def test_selective_recomputation_adds_up() -> None:

@@ -100,8 +100,28 @@ def test_what_if_flags_change_the_plan(megarl: Megarl) -> None:
     full = record(megarl, *arguments, "--recompute", "full")["stages"][0]
     fp8 = record(megarl, *arguments, "--fp8")["stages"][0]
     assert full["row"] < fp8["row"] < plain["row"]
+    assert record(megarl, *arguments, "precision.fp8={}")["stages"][0] == fp8
+    recipe = ("precision.fp8={recipe: mxfp8, param_gather: true}", "--fp8")
+    stored = record(megarl, *arguments, *recipe)  # the settings' own
+    assert stored["choices"]["fp8_stored"] and stored["layout"]["align"] == 32
+    assert stored["stages"][0]["parameters"] < fp8["parameters"]
     shorter = record(megarl, *arguments, "--sample-tokens", 4096)
     assert shorter["rows"] == record(megarl, *arguments)["rows"] / 4
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["precision.fp8.backend=emulated"], "precision.fp8.backend: found emulated; accepted: te"),
+        (["--fp8", "precision.dtype=fp32"], "precision.dtype: found fp32; accepted: bf16"),
+        (["precision.fp8={recipe: mxfp8}", "train.row_tokens=16400"],
+         "train.row_tokens: found 16400; accepted: a multiple of"),
+        (["precision.fp8.first_layers_bf16=48"], "fewer than num_hidden_layers = 48"),
+    ],
+)  # fmt: skip
+def test_fp8_that_cannot_be_is_refused(megarl: Megarl, overrides: list[str], words: str) -> None:
+    code, _, err = megarl(CONFIGS / "qwen3-30b-a3b.yaml", "--gpus", 32, *overrides)
+    assert code == 2 and words in err
 
 
 def test_a_record_goes_to_a_file(megarl: Megarl, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def job_of(model: str, gpus: int, *overrides: str, gib: float = 80.0) -> Job:
 
 
 def suggestions(job: Job, limit: int = 5) -> list[Suggestion]:
-    _, ways = what_if(job, None, offload_optimizer=False, fp8=False)
+    _, ways = what_if(job, None, offload_optimizer=False)
     return suggest(job, ways, limit)
 
 
@@ -74,7 +74,7 @@ def test_less_memory_never_finds_quicker_layouts() -> None:
 def test_the_estimate_by_hand() -> None:
     """One GPU moves nothing and waits for nothing: 6 FLOPs a parameter but the embedding's."""
     job = job_of("qwen3-8b", 1, "parallel.tp=1", gib=140)
-    choices, _ = what_if(job, None, offload_optimizer=False, fp8=False)
+    choices, _ = what_if(job, None, offload_optimizer=False)
     multiplied = 8_190_735_360 - 151936 * 4096
     expected = 6 * multiplied * 256 * 16384 / 400e12
     assert estimated_seconds(job, layout_of(job), choices) == pytest.approx(expected)

@@ -1,0 +1,95 @@
+"""Models of every family made of Transformer Engine's modules: what their parameters are called,
+what part of them a rank has, and the way of weights into them and out of them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.models.mapping import mapping_for, padded_vocab_size
+from megarl.models.spec import read_spec
+from tests.actor.compare import mesh_of
+from tests.helpers.dist import WorkerPool
+from tests.helpers.families import MODELS
+from tests.te.names import parameter_names
+
+pytestmark = pytest.mark.dist
+
+LAYOUTS = [{}, {"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"tp": 2, "ep": 2}]
+KINDS = [True, False]  # experts in one module, or one by one
+Tensors = dict[str, torch.Tensor]
+
+
+def place(layout: dict[str, int], name: str) -> dict[str, int]:
+    """Experts with biases are not split."""
+    return {**layout, "etp": 1} if name.startswith("gpt_oss") or "ep" in layout else layout
+
+
+def fits(layout: dict[str, int], name: str) -> bool:
+    return "ep" not in layout or not name.startswith(("qwen3 ", "qwen3")) or "moe" in name
+
+
+def run(pool: WorkerPool, function: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
+    world = mesh_of(layout).world_size
+    return pool.run(f"tests.te.{function}", world=world, layout=layout, **arguments)
+
+
+def together(ranks: list[Tensors]) -> Tensors:
+    found: Tensors = {}
+    for rank in ranks:
+        assert not found.keys() & rank.keys()
+        found |= rank
+    return found
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, (name, found[name].dtype)
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("grouped", KINDS, ids=["grouped", "one by one"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_names_and_shapes_are_those_that_the_mapping_has(
+    te_pool: WorkerPool, families: dict[str, Path], layout: dict[str, int], grouped: bool
+) -> None:
+    for name, folder in families.items():
+        if not fits(layout, name):
+            continue
+        moe = {"grouped_gemm": grouped}
+        ranks = run(te_pool, "actions:parameters", place(layout, name), hf=folder, moe=moe)
+        assert set().union(*ranks) == parameter_names(name, folder, grouped=grouped), name
+        spec = read_spec(folder)
+        mapping = mapping_for(spec, padded_vocab_size(spec.vocab, 64))
+        hf = {t.name: torch.zeros(t.shape) for t in mapping.hf_spec()}
+        for rank in ranks:
+            for parameter, (shape, at, size) in rank.items():
+                index = mapping.slice_of(parameter)
+                whole = [
+                    hf[n] if index is None else hf[n][index] for n in mapping.hf_names(parameter)
+                ]
+                part = mapping.to_megatron(parameter, whole, tp_rank=at, tp_size=size)
+                assert shape == tuple(part.shape), (name, parameter)
+
+
+@pytest.mark.parametrize("grouped", KINDS, ids=["grouped", "one by one"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_weights_of_files_come_out_bit_for_bit(
+    te_pool: WorkerPool, families: dict[str, Path], layout: dict[str, int], grouped: bool
+) -> None:
+    for name, folder in families.items():
+        if not fits(layout, name):
+            continue
+        moe = {"grouped_gemm": grouped}
+        ranks = run(te_pool, "actions:exported", place(layout, name), hf=folder, moe=moe)
+        assert_same_bits(together(ranks), load_file(folder / "model.safetensors"))
+
+
+def test_the_table_has_every_family() -> None:
+    assert {family for family, _ in MODELS.values()} == {
+        *("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+    }
