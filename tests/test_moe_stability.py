@@ -18,8 +18,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 TOOL = ROOT / "tools" / "moe_stability.py"
-EXPERT = "model.layers.0.mlp.experts.3.down_proj.weight"
-NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.gate.weight", EXPERT, "model.norm.weight")
+NAMES = ("model.embed_tokens.weight", "a.weight", "b.weight", "model.norm.weight")
 
 
 @pytest.fixture(scope="module")
@@ -80,21 +79,13 @@ def test_noise_is_relative_other_in_every_push_and_of_the_seed(tool: ModuleType)
         assert not equal(pushes(tool, 1, noise=level, seed=1)[0], one)
 
 
-def test_fp8_is_of_the_layers_matrices_alone(tool: ModuleType) -> None:
-    """At most half a step of e4m3 away: 2^-4 of a normal number, of the block's scale below."""
-    (sent,) = pushes(tool, 1, fp8=True)
-    true = Weights().at(0)
-    assert [name for name in NAMES if not torch.equal(sent[name], true[name])] == [EXPERT]
-    error, size = (sent[EXPERT] - true[EXPERT]).abs(), true[EXPERT].abs()
-    assert (error <= torch.maximum(size * 2**-4, size.max() / 448 * 2**-10) * 1.0001).all()
-    assert float(error.max()) > 0
-
-
 def test_a_study_has_every_objective_under_every_condition(tool: ModuleType) -> None:
-    cells = tool.study(2)
+    cells = tool.study(3)
     assert len({cell.name for cell in cells}) == len(cells)
     plain = {(c.objective, c.condition) for c in cells if (c.replay, c.correction) == ("none",) * 2}
     assert plain == set(product(("grpo", "gspo", "sapo", "aspo"), tool.CONDITIONS))
+    assert {c.seed for c in cells} == {0, 1, 2}
+    assert tool.CONDITIONS["fp8"].settings and tool.CONDITIONS["exact"] == tool.Condition()
     for condition in ("fp8", "noise", "stale"):
         of = {(c.replay, c.correction) for c in cells if c.condition == condition}
         assert {("R2", "none"), ("R3", "none"), ("none", "tis"), ("none", "icepop")} <= of

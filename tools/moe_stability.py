@@ -15,8 +15,10 @@ plots. docs/moe-stability.md says what they show.
 
 import argparse
 import csv
+import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,26 +30,27 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, QUICK_STEPS = 40, 3
+STEPS, QUICK_STEPS = 30, 3
 WARMUP_STEPS, QUICK_WARMUP_STEPS = 400, 60
+MITIGATED_SEEDS = 2  # at most
 LAST = 5  # steps whose mean is a run's result
 
 
 @dataclass(frozen=True)
 class Condition:
     """What the server has instead of the trainer's weights. ``noise``: Gaussian, relative to a
-    tensor's root mean square, other in every push. ``lag``: updates that it is behind. ``fp8``:
-    matrices of the layers quantised in blocks of 128 x 128 and back.
+    tensor's root mean square, other in every push. ``lag``: training steps that it is behind.
+    ``settings``: of the server, as anyone may give them.
     """
 
     noise: float = 0.0
     lag: int = 0
-    fp8: bool = False
+    settings: tuple[str, ...] = ()
 
 
 CONDITIONS = {
     "exact": Condition(),
-    "fp8": Condition(fp8=True),
+    "fp8": Condition(settings=("rollout.fp8=f32",)),
     "noise": Condition(noise=0.05),
     "stale": Condition(lag=4),
 }
@@ -56,8 +59,7 @@ REPLAYS = {"none": "none", "R2": "old_logprobs", "R3": "rollout"}
 CORRECTIONS = ("none", "tis", "icepop")
 MITIGATIONS = (("R2", "none"), ("R3", "none"), ("none", "tis"), ("none", "icepop"), ("R3", "tis"))
 SETTINGS = (  # of every cell, besides its files
-    *("parallel={dp: 1, ep: 1}", "algo.minibatches=4", "optim.warmup_steps=0"),
-    "data.prompts_per_step=24",
+    *("parallel={dp: 1, ep: 1}", "algo.minibatches=2"),
     *("monitor.samples_per_step=0", "monitor.tensorboard=false", "monitor.moe_layers=true"),
 )
 METRICS = (
@@ -98,7 +100,7 @@ def study(seeds: int) -> list[Cell]:
     plain = [Cell(o, c, seed=s) for s in range(seeds) for o in OBJECTIVES for c in CONDITIONS]
     mitigated = [
         Cell(o, c, replay, correction, s)
-        for s in range(seeds)
+        for s in range(min(seeds, MITIGATED_SEEDS))
         for o in ("grpo", "gspo")
         for c in CONDITIONS
         if c != "exact"
@@ -131,26 +133,14 @@ class Changed:
     def _changed(self, name: str, tensor: Any) -> Any:
         import torch
 
-        from megarl.ops import fp8_block_dequant, fp8_block_quant
-
-        if self.condition.fp8 and is_quantised(name, tensor):
-            codes, scales = fp8_block_quant(tensor)
-            tensor = fp8_block_dequant(codes, scales, dtype=tensor.dtype)
-        if self.condition.noise:
-            seed = hash_of(self.seed, self.pushes, name)
-            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
-            tensor = tensor + self.condition.noise * tensor.square().mean().sqrt() * noise
-        return tensor
-
-
-def is_quantised(name: str, tensor: Any) -> bool:
-    """What FP8 servers quantise: attention's and experts' matrices, neither router nor head."""
-    return tensor.dim() == 2 and "layers." in name and not name.endswith("mlp.gate.weight")
+        if not self.condition.noise:
+            return tensor
+        seed = hash_of(self.seed, self.pushes, name)
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+        return tensor + self.condition.noise * tensor.square().mean().sqrt() * noise
 
 
 def hash_of(*parts: object) -> int:
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 
 
@@ -208,6 +198,7 @@ class Study:
         return [
             *files,
             *SETTINGS,
+            *CONDITIONS[cell.condition].settings,
             *(f"run.dir={self.run_of(cell)}", f"run.seed={cell.seed}", f"run.steps={self.steps}"),
             *(f"model.hf={self.start / 'model'}", f"model.load={checkpoint}"),
             *(f"data.{name}={self.start / 'data' / name}.jsonl" for name in ("prompts", "heldout")),
@@ -230,7 +221,7 @@ class Study:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         log = folder.parent / f"{cell.name}.log"
-        begin = time.monotonic()
+        begin, cpu = time.monotonic(), cpu_seconds()
         with log.open("w") as output:
             code = subprocess.run(
                 [sys.executable, __file__, "--cell", json.dumps(asdict(cell)), *arguments],
@@ -241,12 +232,19 @@ class Study:
             "cell": asdict(cell),
             "exit_code": code,
             "seconds": round(time.monotonic() - begin, 1),
+            "cpu_seconds": round(cpu_seconds() - cpu, 1),
             "stamp": [arguments, condition],
             "steps": read_steps(folder / "metrics.jsonl"),
         }
         folder.mkdir(parents=True, exist_ok=True)
         done.write_text(json.dumps(found))
         return found
+
+
+def cpu_seconds() -> float:
+    """Of all processes that have ended: trainers and their servers."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def command(*words: object) -> None:
@@ -275,7 +273,8 @@ def summary(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = []
     for found in cells:
         steps = found["steps"]
-        line = {**found["cell"], "exit_code": found["exit_code"], "seconds": found["seconds"]}
+        line = {**found["cell"]}
+        line |= {name: found[name] for name in ("exit_code", "seconds", "cpu_seconds")}
         for name in METRICS:
             whole = name.startswith(("mismatch/", "moe/replay"))
             values = [s[name] for s in (steps if whole else steps[-LAST:]) if name in s]

@@ -340,7 +340,11 @@ def one_token_batches() -> dict[str, list[Sample]]:
     }
 
 
-@pytest.mark.parametrize("layout", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2, "ep": 2}, pytest.param({"tp": 2, "ep": 2, "etp": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_batches_of_a_token_or_two_run_where_experts_and_ranks_get_none(
     pool: WorkerPool, even: Path, layout: dict[str, int]
 ) -> None:
