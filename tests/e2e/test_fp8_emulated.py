@@ -9,10 +9,10 @@ import pytest
 from tests.conftest import make_tiny_model
 from tests.e2e.conftest import Inputs, Launch
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 Start = Callable[..., Launch]
-ONE_RANK = ["parallel={}", "precision.dtype=bf16", "monitor.tensorboard=false"]
+ONE_RANK = ["parallel={dp: 1, ep: 1}", "precision.dtype=bf16", "monitor.tensorboard=false"]
 
 
 def finished(started: Launch) -> list[dict[str, Any]]:
