@@ -287,6 +287,18 @@ def test_replaying_its_own_choices_changes_no_bit(
         assert not any(m.name == "moe/replay_changed" for ms in own[name]["metrics"] for m in ms)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "moe"])
+def test_in_bf16_too(pool: WorkerPool, models: dict[str, Path], recompute: str) -> None:
+    plain = {name: SAMPLES for name in models}
+    sections = {"precision": {"dtype": "bf16"}, "recompute": RECOMPUTE[recompute]}
+    own, again = (evaluate(pool, models, plain, {}, sections={**sections, **x}) for x in ({}, R2))
+    for name in models:
+        gradients = again[name]["gradients"]
+        assert all(torch.equal(gradients[n], g) for n, g in own[name]["gradients"].items()), name
+        assert changed(again[name]).total == 0 < changed(again[name]).count
+
+
 # --- how often the router would have chosen others ------------------------------------------------
 
 
