@@ -99,6 +99,7 @@ def run(*arguments: object) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_quick_study_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "study"
     first = run("--out", out, "--quick")
@@ -119,5 +120,13 @@ def test_a_quick_study_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None
     noisy = [float(r["mismatch/kl_rollout_train_k3"]) for r in rows if r["condition"] == "noise"]
     changed = [float(r["moe/replay_changed"]) for r in rows if r["condition"] == "noise"]
     assert min(noisy) > 1e-5 and min(changed) > 0.005
-    images = {"accuracy", "gradient_norm", "entropy", "gates", "mismatch", "mitigations"}
+    images = {
+        "accuracy",
+        "gradient_norm",
+        "entropy",
+        "server_kl",
+        "gates",
+        "mismatch",
+        "mitigations",
+    }
     assert {p.stem for p in out.glob("*.png")} == images

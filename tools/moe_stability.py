@@ -212,11 +212,11 @@ class Study:
     def run(self, cell: Cell) -> dict[str, Any]:
         """Of a finished cell what it left; one that failed or was changed runs again."""
         folder, arguments = self.run_of(cell), self.arguments(cell)
-        condition = asdict(CONDITIONS[cell.condition])
+        stamp = json.loads(json.dumps([arguments, asdict(CONDITIONS[cell.condition])]))
         done = folder / "cell.json"
         if done.is_file():
             found: dict[str, Any] = json.loads(done.read_text())
-            if found["exit_code"] == 0 and found["stamp"] == [arguments, condition]:
+            if found["exit_code"] == 0 and found["stamp"] == stamp:
                 return found
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class Study:
             "exit_code": code,
             "seconds": round(time.monotonic() - begin, 1),
             "cpu_seconds": round(cpu_seconds() - cpu, 1),
-            "stamp": [arguments, condition],
+            "stamp": stamp,
             "steps": read_steps(folder / "metrics.jsonl"),
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,11 @@ from matplotlib.figure import Figure
 
 Found = dict[str, Any]  # a cell's: "cell", "steps"
 
-CURVES = (
-    ("accuracy.png", "rollout/accuracy", "accuracy of samples", False),
-    ("gradient_norm.png", "optim/grad_norm", "gradient norm", True),
-    ("entropy.png", "policy/entropy", "entropy, nats a token", False),
+CURVES = (  # file, metric, label, what is drawn at least on a logarithmic axis
+    ("accuracy.png", "rollout/accuracy", "accuracy of samples", None),
+    ("gradient_norm.png", "optim/grad_norm", "gradient norm", 1e-2),
+    ("entropy.png", "policy/entropy", "entropy, nats a token", None),
+    ("server_kl.png", "mismatch/kl_rollout_train_k3", "KL(server, trainer), nats a token", 1e-5),
 )
 GATES = {  # the share of tokens or sequences that an objective holds back
     "grpo": (("policy/clipfrac_high", "clipped above"), ("policy/clipfrac_low", "clipped below")),
@@ -39,14 +40,15 @@ def write_plots(out: Path, found: Sequence[Found]) -> None:
     if not found:
         return
     plain = [f for f in found if _mitigation(f) == "none"]
-    for file, metric, label, log in CURVES:
-        if plain:
-            _save(_grid(plain, _curve(metric), label, log), out / file)
     if plain:
+        for file, metric, label, least in CURVES:
+            log = least is not None
+            _save(_grid(plain, _curve(metric, least or -math.inf), label, log), out / file)
         _save(_grid(plain, _gates, "share", False), out / "gates.png")
     _save(_bars(found, MISMATCH), out / "mismatch.png")
     results = (
-        ("rollout/accuracy", "accuracy, last steps"),
+        ("eval/accuracy", "greedy accuracy at the end"),
+        ("rollout/accuracy", "accuracy of samples, last steps"),
         ("optim/grad_norm", "gradient norm, last steps"),
         ("correction/kept_tokens", "tokens that a correction keeps"),
     )
@@ -67,20 +69,20 @@ def _grid(found: Sequence[Found], draw: Callable[..., None], label: str, log: bo
             runs = [f for f in found if _is(f, objective=objective, condition=condition)]
             draw(at, objective, runs)
             at.set_title(f"{objective}, {condition}", fontsize=8, loc="left")
-            at.tick_params(labelsize=7)
+            at.tick_params(labelsize=7, which="both")
             at.grid(alpha=0.25)
-            if log:
-                at.set_yscale("log")
             if at.get_legend_handles_labels()[0] and j == 0:
                 at.legend(fontsize=6)
+        if log and any(at.lines for at in axes[i]):  # an axis of nothing has no logarithms
+            axes[i][0].set_yscale("log")
     figure.supxlabel("step", fontsize=8)
     figure.supylabel(label, fontsize=8)
     return figure
 
 
-def _curve(metric: str) -> Callable[..., None]:
+def _curve(metric: str, least: float) -> Callable[..., None]:
     def draw(at: Any, objective: str, runs: Sequence[Found]) -> None:
-        _band(at, runs, metric, None)
+        _band(at, runs, metric, None, least)
 
     return draw
 
@@ -90,17 +92,21 @@ def _gates(at: Any, objective: str, runs: Sequence[Found]) -> None:
         _band(at, runs, metric, label)
 
 
-def _band(at: Any, runs: Sequence[Found], metric: str, label: str | None) -> None:
+def _band(
+    at: Any, runs: Sequence[Found], metric: str, label: str | None, least: float = -math.inf
+) -> None:
     by_step: dict[int, list[float]] = {}
     for run in runs:
         for step in run["steps"]:
-            if math.isfinite(step.get(metric, math.nan)):
+            if least <= step.get(metric, math.nan) < math.inf:
                 by_step.setdefault(int(step["step"]), []).append(step[metric])
     steps = sorted(by_step)
+    if not steps:
+        return
     means = [sum(by_step[s]) / len(by_step[s]) for s in steps]
     (line,) = at.plot(steps, means, linewidth=1, label=label)
-    least, most = ([pick(by_step[s]) for s in steps] for pick in (min, max))
-    at.fill_between(steps, least, most, alpha=0.2, color=line.get_color(), linewidth=0)
+    lowest, highest = ([pick(by_step[s]) for s in steps] for pick in (min, max))
+    at.fill_between(steps, lowest, highest, alpha=0.2, color=line.get_color(), linewidth=0)
 
 
 def _bars(found: Sequence[Found], metrics: Sequence[tuple[str, str]]) -> Figure:
