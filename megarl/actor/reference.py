@@ -25,6 +25,7 @@ class HostWeights:
         finally:
             own.put(chunks)
 
+    @torch.no_grad()  # a parameter that is kept in FP8 has itself as its data
     def put(self, chunks: list[torch.nn.Module]) -> None:
         """Give the model these weights."""
         for tensor, value in zip(_tensors(chunks), self._copy, strict=True):

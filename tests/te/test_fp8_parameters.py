@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model
+from tests.te.test_models import assert_same_bits
 
 pytestmark = pytest.mark.dist
 
@@ -46,3 +47,22 @@ def test_they_hold_the_rounded_values_and_their_optimizer_starts_from_the_exact_
         bound = value * (HALF_A_STEP + 2**-8) + value.max() * SMALLEST * 2
         assert (gap <= bound).all(), name
         assert 0.01 < gap.sum() / value.sum() < HALF_A_STEP, name
+
+
+def test_a_reference_policy_takes_their_place_and_gives_it_back(
+    te_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Codes and scales move, bit for bit: rounding what codes stand for would make others."""
+    hf, other = (
+        save_model("qwen3_moe tied", tmp_path / str(seed), torch.bfloat16, seed=seed, **WIDE)
+        for seed in (1, 2)
+    )
+    (found,) = te_pool.run("tests.te.work_fp8:reference_in_fp8", world=1, hf=hf, other=other)
+    assert_same_bits(found["inside"], found["reference"])
+    assert_same_bits(found["after"], found["own"])
+    parts = {name.split(": ")[1] for name in found["own"] if ": " in name}
+    assert parts == {
+        f"{by}wise_{what}" for by in ("row", "column") for what in ("data", "scale_inv")
+    }
+    codes = [name for name in found["own"] if name.endswith("wise_data")]
+    assert all(not torch.equal(found["own"][n], found["reference"][n]) for n in codes)
