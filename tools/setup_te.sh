@@ -63,8 +63,10 @@ make_environment() {  # make_environment PYTHON KEY
   step core "$key" "Transformer Engine $TE without its torch part" pinned \
     "transformer-engine==$TE" "transformer-engine-cu13==$TE" 'setuptools>=77' wheel ninja pybind11 \
     einops onnxscript onnx nvdlfw-inspect psutil packaging
-  [[ -f $wheel ]] || step build "$key" "its torch part, compiled here (about 15 minutes on two cores)" \
-    build "$wheel"
+  if [[ ! -f $wheel ]]; then
+    rm -f "$venv"/.steps/build.*  # one that was built and has been removed
+    step build "$key" "its torch part, compiled here (about 15 minutes on two cores)" build "$wheel"
+  fi
   step te "$key" "its torch part" pip install --no-deps --force-reinstall "$wheel"
   packages_key=$key.$(hash_of "$root/pyproject.toml")
   step packages "$packages_key" "megarl's packages" install_packages
@@ -83,8 +85,8 @@ build() {  # build WHEEL: without libcuda and without a GPU; headers come from p
     --no-build-isolation --no-deps --no-binary transformer-engine-torch -w "$made" \
     "transformer-engine-torch==$TE" || return 1
   mkdir -p "${1%/*}"
-  # moved as a whole: a file of this name is complete
-  cp "$made"/transformer_engine_torch-*.whl "$1.part" && mv "$1.part" "$1" && rm -rf "$made"
+  # moved as a whole: a file of this name is complete, also where two environments build it at once
+  cp "$made"/transformer_engine_torch-*.whl "$1.part.$$" && mv "$1.part.$$" "$1" && rm -rf "$made"
 }
 
 install_packages() {  # what pyproject.toml lists, and pytest
