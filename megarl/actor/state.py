@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -83,8 +84,7 @@ def load_trained(trained: TrainedModel, path: Path) -> None:
         create_moments(trained.optimizer)
         with _counted(trained):
             wanted = _trained_state(trained, loading=True)
-            fp8 = delayed_state(trained.model, trained.parallel.dp_cp)
-            wanted["fp8"] = {key: fp8[key] for key in fp8.keys() & _tensors(path)}
+            wanted["fp8"] = _histories_there(trained, path)
             state = _load(wanted, trained.parallel, path)
         load_delayed_state(trained.model, state.get("fp8", {}))
         _fill(trained.model, state["model"])
@@ -171,11 +171,22 @@ def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, An
     return loaded
 
 
-def _tensors(path: Path) -> set[str]:
-    """Keys of a checkpoint; empty where there is none, which ``_load`` says."""
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        return set()
-    return set(dist_checkpointing.load_tensors_metadata(str(path)))
+def _histories_there(trained: TrainedModel, path: Path) -> dict[str, ShardedTensor]:
+    """Of delayed scaling's state, what a checkpoint has; nothing where there is no checkpoint,
+    which ``_load`` says. Raises DataError where histories are of another length.
+    """
+    wanted = delayed_state(trained.model, trained.parallel.dp_cp)
+    if not wanted or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        return {}
+    saved = dist_checkpointing.load_tensors_metadata(str(path))
+    for key in wanted.keys() & saved.keys():
+        there, here = (state[key].global_shape[0] - 1 for state in (saved, wanted))
+        if there != here:
+            raise DataError(
+                f"precision.fp8.amax_history: found {here}; accepted: {there}, as the histories in "
+                f"{path} have steps"
+            )
+    return {key: wanted[key] for key in wanted.keys() & saved.keys()}
 
 
 @contextmanager

@@ -353,6 +353,14 @@ def test_delayed_scaling_goes_on_from_a_checkpoint_bit_for_bit(
     other = {**sections, "precision": {"dtype": "fp32"}}
     without = go(pool, "resumed", layout, **run, **other)
     assert any(not torch.equal(without["after"][n], t) for n, t in whole["after"].items())
+    longer = {**sections, "precision": emulated(**{**DELAYED, "amax_history": 5})}
+    said = pool.run(
+        "tests.actor.work_state:load_refused",
+        **{"world": compare.mesh_of(layout).world_size, "hf": blocks_model, "layout": layout},
+        **{"path": run["path"], **longer},
+    )
+    for text in said:
+        assert text.startswith("precision.fp8.amax_history: found 5; accepted: 3, as the histories")
 
 
 @pytest.mark.slow

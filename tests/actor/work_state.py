@@ -126,6 +126,19 @@ def saved_weights(rank: int, hf: Path, layout: Layout, path: Path) -> dict[str, 
     return with_trainee(hf, layout, {}, save)
 
 
+def load_refused(rank: int, hf: Path, layout: Layout, path: Path, **sections: Any) -> str:
+    """What ``load_trained`` says of a checkpoint that does not fit the settings."""
+
+    def load(trainee: Trainee) -> str:
+        try:
+            load_trained(trainee.actor, path)
+        except DataError as error:
+            return str(error)
+        return "it fits"
+
+    return with_trainee(hf, layout, sections, load)
+
+
 def refusals(rank: int, hf: Path, layout: Layout, path: Path) -> list[str]:
     """What loading from a folder without a checkpoint says, by each of the two functions."""
 
