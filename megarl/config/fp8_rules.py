@@ -1,11 +1,12 @@
 """What ``precision.fp8`` needs: of other settings, of the model's layers, and of the machine.
 
 What Transformer Engine can multiply, by recipe: per-tensor scales from compute capability 8.9 on,
-blocks of 128 from 9.0 with CUDA 12.9, mxfp8 on 10.x (of 12.x not every layout of operands). A
-model's widths are checked once it is built (``actor/fp8.py``).
-Source: transformer_engine/pytorch/quantization.py 2.20 (``_compute_*_support``), and what
-Megatron-core 0.19 refuses (``TransformerConfig``) or its own training program does
-(``training/arguments.py``).
+blocks of 128 from 9.0 with CUDA 12.9, mxfp8 on 10.x (of 12.x not every layout of operands). From
+10.0 on it multiplies blocks of 128 as mxfp8, whose scales are powers of two, and its products
+refuse others. A model's widths are checked once it is built (``actor/fp8_active.py``).
+Source: transformer_engine/pytorch/quantization.py 2.20 (``_compute_*_support``), its
+common/gemm/cublaslt_gemm.cu, and what Megatron-core 0.19 refuses (``TransformerConfig``) or its own
+training program does (``training/arguments.py``).
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,7 @@ NEEDS: Mapping[str, Needs] = {
     "blockwise": Needs((9, 0), (12, 9)),
     "mxfp8": Needs((10, 0), (12, 8), below=(12, 0)),
 }
+BLOCKS_AS_MXFP8 = (10, 0)  # the first GPU where scales of blocks must be powers of two
 
 
 def fp8_problems(
@@ -156,11 +158,23 @@ def fp8_hardware(config: Config, num_gpus: int, found: Installed) -> Iterator[Pr
         yield Problem(key, "te", f"{otherwise}{needs} (there are none)")
     elif gpu is not None and (fault := needs.fault(gpu)) is not None:
         yield Problem(f"{KEY}.recipe", section.recipe, f"{_runs_here(gpu)} here ({fault})")
+    elif gpu is not None:
+        yield from _scales(section, gpu)
     wanted = te_environment(section)
     for name, value in contradictions(section, found.engine_switches).items():
         accepted = f"not set, or {wanted[name]}" if wanted[name] is not None else "not set"
         accepted += f": {KEY} decides"
         yield Problem(f"environment variable {name}", value, accepted)
+
+
+def _scales(section: Fp8Section, gpu: Gpu) -> Iterator[Problem]:
+    chosen = section.recipe == "blockwise" and section.scales == "f32"
+    if chosen and gpu.capability >= BLOCKS_AS_MXFP8:
+        accepted = (
+            "power_of_two, on GPUs of compute capability {}.{}: Transformer Engine multiplies "
+        )
+        accepted = accepted.format(*gpu.capability) + "blocks as mxfp8"
+        yield Problem(f"{KEY}.scales", section.scales, accepted)
 
 
 def _runs_here(gpu: Gpu) -> str:

@@ -136,6 +136,9 @@ LACKING: list[tuple[str, Installed, int, str, str]] = [
      "mxfp8 | tensorwise, delayed, blockwise here"),
     ("{recipe: mxfp8}", replace(H100, gpu=Gpu((12, 0), (13, 0))), 8, "precision.fp8.recipe",
      "compute capability 12.0"),
+    *(("{scales: f32}", replace(H100, gpu=Gpu(capability, (13, 0))), 8, "precision.fp8.scales",
+       "f32 | power_of_two, on GPUs of compute capability 1")
+      for capability in ((10, 0), (10, 3), (12, 0))),
     ("{}", replace(H100, engine_switches={"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "0"}), 8,
      "environment variable NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "0 | not set, or 1"),
     ("{scales: power_of_two}",
@@ -166,7 +169,7 @@ def test_what_the_machine_lacks_is_named(
         *(("{recipe: " + x + "}", H100, 1) for x in ("tensorwise", "delayed", "blockwise")),
         *(
             ("{recipe: " + x + "}", replace(H100, gpu=Gpu((10, 0), (13, 0))), 8)
-            for x in ("tensorwise", "delayed", "blockwise", "mxfp8")
+            for x in ("tensorwise", "delayed", "blockwise, scales: power_of_two", "mxfp8")
         ),
         ("{recipe: mxfp8}", replace(H100, gpu=Gpu((10, 3), (12, 8))), 8),
         ("{backend: emulated}", Installed((), *[False] * 5), 0),
