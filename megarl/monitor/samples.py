@@ -10,9 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.errors import DataError
-from megarl.types import Sample
+
+if TYPE_CHECKING:  # it imports torch, which reports are written without
+    from megarl.types import Sample
 
 _NAME = re.compile(r"step_(\d+)\.jsonl")
 
@@ -34,7 +37,7 @@ class SampleText:
 
     @staticmethod
     def of(
-        sample: Sample, step: int, decode: Callable[[Sequence[int]], str], answer: str
+        sample: "Sample", step: int, decode: Callable[[Sequence[int]], str], answer: str
     ) -> "SampleText":
         tokens = sample.tokens.tolist()
         prompt = int(sample.mask.argmax()) if sample.mask.any() else len(tokens)

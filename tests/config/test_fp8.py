@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config.fp8 import contradictions, row_alignment, set_te_environment
 from megarl.config.fp8_rules import fp8_hardware, fp8_problems
+from megarl.config.hardware import hardware_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.load import load_config
 from megarl.config.schema import Config
@@ -161,6 +162,12 @@ def test_what_the_machine_lacks_is_named(
     problems = found(fp8_hardware(config(f"precision.fp8={settings}"), gpus, machine))
     assert list(problems) == [key]
     assert words in problems[key]
+
+
+def test_what_the_machine_lacks_is_looked_for_with_the_rest() -> None:
+    without = Installed((), *[False] * 5)
+    problems = found(hardware_problems(config("precision.fp8={}"), 0, without))
+    assert list(problems) == ["precision.fp8.backend"]
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,8 @@ SETTINGS = [
     Case(["rollout.engine=sglang"], {"rollout.server_command": ["nothing", "starts SGLang"]}),
     Case(["precision.fp8={backend: emulated}", "rollout.fp8=power_of_two"],
          {"rollout.fp8": ["power_of_two", "f32, as precision.fp8.scales"]}),
+    Case(["precision={dtype: fp32, fp8: {backend: emulated}}"],
+         {"precision.dtype": ["fp32 | bf16, or precision.fp8: null"]}),
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),
     Case([*URLS, "rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["a:1/ again"]}),
     Case(["rollout.urls=[http://a:1]"], {"rollout.key_file": ["nothing", "key of the servers"]}),
