@@ -34,10 +34,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.actor.fp8_delayed import DelayedScaling, Scales
@@ -126,20 +123,19 @@ class Products:
         weight: Tensor,
         bias: Tensor | None = None,
         gradient_accumulation_fusion: bool = False,  # the gradient is returned: DDP adds it
-        allreduce_dgrad: bool = False,
+        allreduce_dgrad: bool = False,  # of tensor parallelism without sequence parallelism
         sequence_parallel: bool = False,
         tp_group: Any = None,
         grad_output_buffer: Any = None,
         wgrad_deferral_limit: int | None = None,
         gtp_remat_size: int = 1,
     ) -> Tensor:
+        assert not allreduce_dgrad, "settings that Megarl has not"
         assert grad_output_buffer is None and gtp_remat_size == 1, "settings that Megarl has not"
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(
                 input, tensor_parallel_output_grad=True, group=tp_group
             )
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
         grad_enabled = torch.is_grad_enabled()  # which a function of autograd cannot see
         output: Tensor = _Linear.apply(input, weight, self, grad_enabled)
         return output if bias is None else output + bias

@@ -81,6 +81,10 @@ def fp8_problems(
         if config.critic.lr is not None:
             other = critic_dims if config.critic.hf else dims
             yield from _layers(section, other, config.critic_parallel, " of the critic")
+    fusion = config.train.gradient_accumulation_fusion
+    if section.backend == "emulated" and fusion == "always":
+        accepted = f"auto, never: {KEY}.backend=emulated returns the gradients of weights"
+        yield Problem("train.gradient_accumulation_fusion", fusion, accepted)
     if section.param_gather and section.backend == "te":
         yield from _param_gather(config, section)
 

@@ -1,7 +1,10 @@
 """precision.fp8: what it cannot be combined with, and what it needs of the machine."""
 
+import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,6 +70,8 @@ def found(problems: Iterable[Problem]) -> dict[str, str]:
         (["precision.fp8={recipe: mxfp8, param_gather: true}", "algo.minibatches=2",
           "overlap={grad_reduce: true, param_gather: true}"], "overlap.param_gather",
          "true | false: with mxfp8"),
+        (["precision.fp8.backend=emulated", "train.gradient_accumulation_fusion=always"],
+         "train.gradient_accumulation_fusion", "always | auto, never"),
         (["precision.fp8.param_gather=true", "model.load=/c"], "model.load", "/c | null"),
         ([*CRITIC, "precision.fp8.param_gather=true", "critic.load=/c"], "critic.load", "null"),
     ],
@@ -209,6 +214,27 @@ def test_the_form_of_scales_is_set_before_it_is_read(
     assert environment == {"PATH": "/bin", **({} if name is None else {name: value})}
     assert contradictions(section, environment) == {}
     set_te_environment(None, environment)
+
+
+RUN = """
+import os, sys, types
+from megarl import train
+
+def run(*_):
+    set_to = os.environ.get("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+    print(set_to, [name for name in ("megatron", "transformer_engine") if name in sys.modules])
+
+train.check = lambda config, job: None  # of a machine with GPUs
+sys.modules["megarl.loop"] = types.SimpleNamespace(run=run)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_run_sets_it_before_anything_of_megatron_is_imported(tmp_path: Path) -> None:
+    given = [*BASE, f"run.dir={tmp_path}/run", "precision.fp8.scales=f32"]
+    command = [sys.executable, "-c", RUN, *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "1 []\n", done.stderr
 
 
 # --- rows -----------------------------------------------------------------------------------------
