@@ -19,8 +19,8 @@ NO_MINIBATCHES = {"algo": {"minibatches": 1}}
 @dataclass(frozen=True)
 class Case:
     """``passes``: log-prob passes before the step, besides the usual one. ``skipped``: steps before
-    it, of the first row alone, whose gradients are made and not applied. ``pad``: tokens of padding that every row gets at
-    its end. ``capacity``: of an expert, as upstream would drop by.
+    it, of the first row alone, whose gradients are made and not applied. ``pad``: tokens of padding
+    that every row gets at its end. ``capacity``: of an expert, as upstream would drop by.
     """
 
     hf: Path
