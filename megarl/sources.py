@@ -26,7 +26,7 @@ from megarl.data.prompts import (
     load_prompts,
 )
 from megarl.data.recorded import (
-    check_routing,
+    checked_routing,
     read_samples,
     recorded_path,
     recorded_steps,
@@ -151,7 +151,7 @@ class RecordedSource(_Passive):
     def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
         samples = read_samples(self.paths[step])
         if self.routing is not None:
-            check_routing(samples, self.routing, self.paths[step])
+            samples = checked_routing(samples, self.routing, self.paths[step])
         metrics: StepMetrics = []
         if self.filtered:
             samples, metrics = only_informative(samples, step)

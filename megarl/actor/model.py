@@ -77,7 +77,20 @@ def _build_chunk(config: Any, spec: ModelSpec, parallel: Parallel, k: int) -> GP
         model.rotary_pos_emb = PackedRotaryEmbedding(spec)
     if spec.mtp_layers and model.post_process:
         attach_mtp(model, spec)
+    if model.pre_process and config.recompute_granularity is not None:
+        model.embedding.register_forward_hook(_require_gradient)
     return model.to(parallel.device)
+
+
+def _require_gradient(
+    module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
+) -> torch.Tensor:
+    """Upstream computes again only what has an input with a gradient: behind frozen embeddings
+    (``train.frozen``) nothing would be trained, without a word.
+    """
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+    return output
 
 
 def wrap_ddp(

@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,11 +102,12 @@ def recorded_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found.items())
 
 
-def check_routing(samples: Sequence[Sample], shape: RoutingShape, path: Path) -> None:
-    """Raise DataError where ``samples``, read from ``path``, do not bring the routing of a model of
-    this ``shape``, so that it can be replayed.
+def checked_routing(samples: Sequence[Sample], shape: RoutingShape, path: Path) -> list[Sample]:
+    """``samples`` with their routing in the type of a model of this ``shape`` (files of before
+    format 3 have it in the least that a sample's ids allow). Raises DataError, with the ``path``
+    that they were read from, where it cannot be replayed in such a model.
     """
-    accepted = (shape.num_moe_layers, shape.topk)
+    accepted, found = (shape.num_moe_layers, shape.topk), []
     for s in samples:
         if s.routing is None:
             raise DataError(
@@ -118,9 +120,11 @@ def check_routing(samples: Sequence[Sample], shape: RoutingShape, path: Path) ->
                 f"{s.routing.shape[1:]}; accepted: {accepted}, as the model has"
             )
         try:
-            routing_codec.narrow(s.routing, shape.experts)
+            routing = routing_codec.narrow(s.routing, shape.experts)
         except routing_codec.CodecError as e:
             raise DataError(f"{path}: routing of sample {s.name}: {e}") from e
+        found.append(replace(s, routing=routing))
+    return found
 
 
 def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[str, NDArray[Any]]:

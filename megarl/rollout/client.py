@@ -209,6 +209,8 @@ def read_completion(
     )
     _expect([e[1] for e in entries] == tokens, "log-probs of other tokens", "those of output_ids")
     _check_count(count, finish, sampling)
+    if finish == "abort":  # nobody keeps it: it was perhaps never routed
+        routing = None
     return Completion(
         request_id=rid,
         token_ids=np.array(tokens, np.int32),

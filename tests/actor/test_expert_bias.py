@@ -143,6 +143,22 @@ def test_every_step_counts_its_own_tokens(pool: WorkerPool, model: Path) -> None
             assert move.abs().sum() >= 2
 
 
+@pytest.mark.parametrize("layout", [{}, pytest.param({"dp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_a_step_that_was_not_taken_counts_for_none_after_it(
+    pool: WorkerPool, model: Path, layout: dict[str, int]
+) -> None:
+    """Many tokens in it, few in the next."""
+    many, few = loads(model, FIRST), loads(model, SECOND[:1])
+    found = biases(pool, model, layout, steps=[FIRST, SECOND[:1]], skip_first=True)
+
+    def moves(tokens: torch.Tensor) -> torch.Tensor:
+        return torch.sign(tokens.sum() - 8 * tokens).float()
+
+    for name, tokens in few.items():
+        assert torch.equal(found[name], given(model)[name] + RATE * moves(tokens))
+    assert any(not torch.equal(moves(few[n]), moves(few[n] + many[n])) for n in few)
+
+
 def test_bf16_keeps_the_bias_in_fp32(pool: WorkerPool, model: Path) -> None:
     found = biases(pool, model, {}, precision={"dtype": "bf16"})
     start = given(model)

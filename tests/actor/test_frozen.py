@@ -83,6 +83,50 @@ def test_the_rest_has_the_gradients_of_a_run_without(trained: Any, layout: dict[
                 assert error < TOL, (case, name, float(error))
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "every layer": {"granularity": "full"},
+    "experts": {"granularity": "selective", "modules": ["moe"]},
+}
+BELOW_THE_FIRST = {
+    "embeddings": ["model.embed_tokens.weight"],
+    "and attention": ["*embed_tokens*", "*.self_attn.*", "model.layers.*norm.weight"],
+    "and a layer": ["*embed_tokens*", "model.layers.0.*"],
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ({}, "every layer"),
+        ({}, "experts"),
+        pytest.param({"pp": 2}, "every layer", marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, "every layer", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_is_computed_again_above_frozen_embeddings_is_trained(
+    pool: WorkerPool,
+    tiny_model: Path,
+    samples: list[Sample],
+    trained: Any,
+    layout: dict[str, int],
+    recompute: str,
+) -> None:
+    whole = trained({})["nothing"]["gradients"]
+    ranks = pool.run(
+        "tests.actor.work_frozen:trained",
+        world=mesh_of(layout).world_size,
+        **{"hf": tiny_model, "layout": layout, "cases": BELOW_THE_FIRST, "samples": samples},
+        recompute=RECOMPUTE[recompute],
+    )
+    for case, patterns in BELOW_THE_FIRST.items():
+        found = merged([r[case] for r in ranks])["gradients"]
+        for name, expected in whole.items():
+            if not any(fnmatchcase(name, p) for p in patterns):
+                error = (found[name] - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+                assert error < TOL, (case, name, float(error))
+
+
 @pytest.mark.parametrize("layout", [{}, *LAYOUTS], ids=str)
 def test_frozen_tensors_stay_to_the_last_bit_and_are_exported(
     trained: Any, layout: dict[str, int]

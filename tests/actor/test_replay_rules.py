@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.types import Sample
+from megarl.types import Mean, Sample
 from tests.actor.compare import mesh_of
 from tests.actor.test_expert_bias import BIAS, RATE, given
 from tests.actor.test_families import LOGPROB_TOL, logprob_difference
-from tests.actor.test_replay import R2, R3, RECOMPUTE
+from tests.actor.test_replay import R2, R3, RECOMPUTE, changed, evaluate
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import reference_logprobs, save_model
 from tests.helpers.forced_routing import (
@@ -107,6 +107,21 @@ def test_every_router_gets_its_own_layers_rows(
     phases = {"forward"} | ({"recompute"} if recompute != "none" else set())
     tokens = [(i, t) for i, s in enumerate(samples) for t in range(s.length - 1)]
     assert seen == {(m, p, *at): 1 for m in MOE_LAYERS for p in phases for at in tokens}
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, pytest.param({"pp": 2, "vpp": 3}, marks=pytest.mark.slow)], ids=str
+)
+def test_more_experts_than_a_byte_counts_are_recorded_as_they_are(
+    pool: WorkerPool, mixed: Path, layout: dict[str, int]
+) -> None:
+    """Of chunks with one or two layers of experts."""
+    samples = SAMPLES[:3]
+    given = {"models": {"mixed": mixed}, "samples": {"mixed": samples}, "layout": layout}
+    own, again = (evaluate(pool, sections=how, **given)["mixed"] for how in ({}, R2))
+    assert all(torch.equal(again["gradients"][n], g) for n, g in own["gradients"].items())
+    tokens = sum(s.length for s in samples)
+    assert changed(again) == Mean(0, tokens * len(MOE_LAYERS))
 
 
 def test_choices_that_are_left_over_or_taken_twice_end_the_run(

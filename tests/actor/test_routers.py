@@ -139,9 +139,10 @@ def test_passes_without_gradients_and_passes_again_do_not_count(
     """Loads and biases exactly; sums of entropies are in one order, so they are equal as well."""
     whole = of_model(sigmoid)
     cases = {name: of_model(sigmoid, recompute=how) for name, how in RECOMPUTE.items()}
-    found = steps(pool, {}, once=whole, thrice={**whole, "passes": 2}, **cases)
+    cases |= {"thrice": {**whole, "passes": 2}, "after a step not taken": {**whole, "skipped": 1}}
+    found = steps(pool, {}, once=whole, **cases)
     once = found.pop("once")
-    assert len(found) == 1 + len(RECOMPUTE)
+    assert len(found) == 2 + len(RECOMPUTE)
     for name, other in found.items():
         assert other["metrics"] == once["metrics"], name
         one, two = biases(once["routers"]), biases(other["routers"])

@@ -19,10 +19,12 @@ def biases(
     *,
     frozen: bool = False,
     skip: bool = False,
+    skip_first: bool = False,
     **sections: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """By HF name, on the stage's sender, after an optimizer step on each of ``steps``, before which
-    log-probs are computed. ``skip``: the steps are not taken.
+    log-probs are computed. ``skip``: the steps are not taken; ``skip_first``: the first
+    is not.
     """
     from megatron.core import parallel_state
 
@@ -36,11 +38,11 @@ def biases(
     config = config_for(hf, **given)
     actor = make_actor(config, layout)
     try:
-        for samples in steps:
+        for number, samples in enumerate(steps):
             plan = prepare(actor, config, samples)
             actor.logprobs(plan)
             actor.forward_backward(plan.steps[0])
-            actor.update(skip=skip)
+            actor.update(skip=skip or (skip_first and number == 0))
         return {
             name: tensor.clone()
             for name, tensor in actor.weights().tensors()

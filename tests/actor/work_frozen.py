@@ -20,14 +20,20 @@ OPTIM = {"lr": 1e-3, "weight_decay": 0.1, "distributed": False}
 
 
 def trained(
-    rank: int, hf: Path, layout: Layout, cases: dict[str, list[str]], samples: list[Sample]
+    rank: int,
+    hf: Path,
+    layout: Layout,
+    cases: dict[str, list[str]],
+    samples: list[Sample],
+    **sections: dict[str, Any],
 ) -> dict[str, Any]:
     """By name of a case: gradients (NaN of what is frozen), weights before and after two optimizer
     steps, names of frozen Megatron parameters, and the numbers that this rank's optimizer holds.
     """
     found = {}
     for name, patterns in cases.items():
-        config = config_for(hf, algo=ALGO, optim=OPTIM, train={"frozen": patterns})
+        given = {"algo": ALGO, "optim": OPTIM, "train": {"frozen": patterns}, **sections}
+        config = config_for(hf, **given)
         try:
             actor = make_actor(config, layout)
             before = _weights(actor)

@@ -18,14 +18,16 @@ NO_MINIBATCHES = {"algo": {"minibatches": 1}}
 
 @dataclass(frozen=True)
 class Case:
-    """``passes``: log-prob passes before the step, besides the usual one. ``pad``: tokens of
-    padding that every row gets at its end. ``capacity``: of an expert, as upstream would drop by.
+    """``passes``: log-prob passes before the step, besides the usual one. ``skipped``: steps before
+    it, of the first row alone, whose gradients are made and not applied. ``pad``: tokens of padding
+    that every row gets at its end. ``capacity``: of an expert, as upstream would drop by.
     """
 
     hf: Path
     samples: list[Sample]
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     passes: int = 0
+    skipped: int = 0
     pad: int = 0
     capacity: float | None = None
 
@@ -50,6 +52,9 @@ def _step(layout: dict[str, int], case: Case) -> dict[str, Any]:
         for _ in range(case.passes):
             actor.logprobs(plan)
         rows = [padded(row, case.pad) for row in plan.steps[0]]
+        for _ in range(case.skipped):
+            actor.forward_backward(rows[:1])
+            actor.update(skip=True)
         metrics, faults = actor.forward_backward(rows)
         assert not faults
         found = gradients(actor)

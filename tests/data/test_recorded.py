@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.data.recorded import (
-    check_routing,
+    checked_routing,
     read_samples,
     recorded_path,
     recorded_steps,
@@ -266,14 +266,30 @@ def test_routing_of_another_model_is_refused_by_sample(
         routing = routing.astype(np.uint8)
     wrong = dataclasses.replace(SAMPLES[0], routing=routing)
     with pytest.raises(DataError, match=words) as refusal:
-        check_routing([wrong], model, Path("step_3.npz"))
+        checked_routing([wrong], model, Path("step_3.npz"))
     assert "step_3.npz" in str(refusal.value) and wrong.name in str(refusal.value)
 
 
 def test_routing_of_the_model_is_accepted() -> None:
     routing = np.tile(np.array([[5, 0], [1, 7]], np.uint8), (SAMPLES[0].length - 1, 1, 1))
+    brought = dataclasses.replace(SAMPLES[0], routing=routing)
     model = RoutingShape((True, False, True), topk=2, experts=8)
-    check_routing([dataclasses.replace(SAMPLES[0], routing=routing)], model, Path("step_3.npz"))
+    (found,) = checked_routing([brought], model, Path("step_3.npz"))
+    assert_same(found, brought)
+
+
+def test_samples_of_a_step_have_routing_of_one_type_whatever_their_files_had() -> None:
+    """Before format 3 nobody wrote down how many experts there are: ids below 256 came as u8."""
+    rng = np.random.default_rng(3)
+    few, many = routing(rng, 8, 200).astype(np.uint8), routing(rng, 8, 300).astype(np.uint16)
+    model = RoutingShape((True, True, True), topk=2, experts=300)
+    given = [dataclasses.replace(SAMPLES[0], routing=ids) for ids in (few, many)]
+    found = checked_routing(given, model, Path("step_3.npz"))
+    assert [s.facts.routing for s in found] == [(3, 2, "uint16")] * 2
+    assert [s.routing.tolist() for s in found if s.routing is not None] == [
+        few.tolist(),
+        many.tolist(),
+    ]
 
 
 class Bomb:

@@ -77,6 +77,24 @@ def test_what_no_router_chooses_is_refused(at: tuple[int, ...], value: int, word
         ask(ids, ALL)
 
 
+@pytest.mark.parametrize("raw", [None, "", "AAAAAA=="])
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_aborted_response_need_not_have_been_routed(raw: str | None, count: int) -> None:
+    """It waited, or was in the middle: it is asked for again (``collect.py``), and no error."""
+
+    def aborted(reply: dict[str, Any]) -> dict[str, Any]:
+        meta = reply["meta_info"]
+        meta |= {"finish_reason": {"type": "abort"}, "weight_versions": None}
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
+        return {
+            "output_ids": reply["output_ids"][:count],
+            "meta_info": meta | {"routed_experts": raw},
+        }
+
+    (completion,) = asyncio.run(answering(aborted).ask(n=1, routing=MIXED))
+    assert completion.finish == "abort" and completion.routing is None
+
+
 def test_a_server_that_does_not_report_is_an_error() -> None:
     with pytest.raises(ServerError, match="found no routed_experts"):
         ask(None, ALL)
