@@ -155,7 +155,7 @@ class RoutedPass:
         self._forward = None
         if row.first:
             raise self._wrong(k, row, row.first, "were not asked for in the forward pass")
-        if row.again and output.requires_grad:
+        if row.again:
             output.register_hook(partial(self._begin_backward, k, row))
         if not row.again:
             self._close(k, row)
@@ -240,11 +240,8 @@ class RoutedPass:
             row.old_routing = torch.cat(parts, 1) if parts else None
 
     def _refuse_leftovers(self) -> None:
-        """A layer of which nothing is trained need not be recomputed."""
         for (k, _), row in self._open.items():
-            trained = {j for j in row.again if _is_trained(self._layers[k][j])}
-            if trained:
-                raise self._wrong(k, row, trained, "are left over: nothing was recomputed")
+            raise self._wrong(k, row, row.again, "are left over: nothing was recomputed")
 
     def _wrong(self, k: int, row: _Row | None, layers: set[int], what: str) -> RunError:
         numbers = [self._layers[k][j].layer_number - 1 for j in sorted(layers)]
@@ -341,7 +338,3 @@ def _moe_layers(chunk: torch.nn.Module) -> Iterator[Any]:
     them.
     """
     yield from (m for m in unwrap(chunk).decoder.modules() if isinstance(m, MoELayer))
-
-
-def _is_trained(layer: torch.nn.Module) -> bool:
-    return any(p.requires_grad for p in layer.parameters())
