@@ -228,15 +228,16 @@ class RoutedPass:
         """Nothing of the row is used any more on chunk ``k``."""
         if self._choices is None and (found := [row.found[j] for j in sorted(row.found)]):
             kind = torch.uint8 if self._layers[k][0].router.num_experts <= 256 else torch.uint16
-            self._recorded[k, row.number] = torch.stack(found, 1).to(kind).cpu()
+            self._recorded[k, row.number] = torch.stack(found, 1).to(kind)
         del self._open[k, row.number]
 
     def _keep_recorded(self) -> None:
+        """On the host, when all is done: nothing waits for the device in between."""
         if self._choices is not None:
             return
         for number, row in enumerate(self._rows):
-            chunks = range(len(self._model))
-            parts = [self._recorded[k, number] for k in chunks if (k, number) in self._recorded]
+            found = (self._recorded.get((k, number)) for k in range(len(self._model)))
+            parts = [part.cpu() for part in found if part is not None]
             row.old_routing = torch.cat(parts, 1) if parts else None
 
     def _refuse_leftovers(self) -> None:
