@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +90,21 @@ def test_a_study_has_every_objective_under_every_condition(tool: ModuleType) -> 
     for condition in ("fp8", "noise", "stale"):
         of = {(c.replay, c.correction) for c in cells if c.condition == condition}
         assert {("R2", "none"), ("R3", "none"), ("none", "tis"), ("none", "icepop")} <= of
+
+
+def test_a_summary_is_of_the_cells_that_are_done(tool: ModuleType, tmp_path: Path) -> None:
+    """A study that is under way has some; its summary comes at the end."""
+    assert json.loads(run("--out", tmp_path, "--json")) == []
+    steps = [{"step": k, "eval/accuracy": k / 8, "mismatch/ess": k / 8} for k in range(1, 9)]
+    for cell in tool.QUICK:
+        folder = tmp_path / "cells" / cell.name
+        folder.mkdir(parents=True)
+        found = {"cell": asdict(cell), "steps": steps, "exit_code": 0, "stamp": []}
+        (folder / "cell.json").write_text(json.dumps(found | {"seconds": 1, "cpu_seconds": 2}))
+    lines = json.loads(run("--out", tmp_path, "--json"))
+    assert {line["objective"] for line in lines} == {cell.objective for cell in tool.QUICK}
+    for line in lines:
+        assert line["eval/accuracy"] == 0.75 and line["mismatch/ess"] == 0.5625  # 4..8, 1..8 of 8
 
 
 def run(*arguments: object) -> str:

@@ -155,7 +155,7 @@ class RoutedPass:
         self._forward = None
         if row.first:
             raise self._wrong(k, row, row.first, "were not asked for in the forward pass")
-        if row.again and output.requires_grad:
+        if row.again:
             output.register_hook(partial(self._begin_backward, k, row))
         if not row.again:
             self._close(k, row)
@@ -228,23 +228,21 @@ class RoutedPass:
         """Nothing of the row is used any more on chunk ``k``."""
         if self._choices is None and (found := [row.found[j] for j in sorted(row.found)]):
             kind = torch.uint8 if self._layers[k][0].router.num_experts <= 256 else torch.uint16
-            self._recorded[k, row.number] = torch.stack(found, 1).to(kind).cpu()
+            self._recorded[k, row.number] = torch.stack(found, 1).to(kind)
         del self._open[k, row.number]
 
     def _keep_recorded(self) -> None:
+        """On the host, when all is done: nothing waits for the device in between."""
         if self._choices is not None:
             return
         for number, row in enumerate(self._rows):
-            chunks = range(len(self._model))
-            parts = [self._recorded[k, number] for k in chunks if (k, number) in self._recorded]
+            found = (self._recorded.get((k, number)) for k in range(len(self._model)))
+            parts = [part.cpu() for part in found if part is not None]
             row.old_routing = torch.cat(parts, 1) if parts else None
 
     def _refuse_leftovers(self) -> None:
-        """A layer of which nothing is trained need not be recomputed."""
         for (k, _), row in self._open.items():
-            trained = {j for j in row.again if _is_trained(self._layers[k][j])}
-            if trained:
-                raise self._wrong(k, row, trained, "are left over: nothing was recomputed")
+            raise self._wrong(k, row, row.again, "are left over: nothing was recomputed")
 
     def _wrong(self, k: int, row: _Row | None, layers: set[int], what: str) -> RunError:
         numbers = [self._layers[k][j].layer_number - 1 for j in sorted(layers)]
@@ -341,7 +339,3 @@ def _moe_layers(chunk: torch.nn.Module) -> Iterator[Any]:
     them.
     """
     yield from (m for m in unwrap(chunk).decoder.modules() if isinstance(m, MoELayer))
-
-
-def _is_trained(layer: torch.nn.Module) -> bool:
-    return any(p.requires_grad for p in layer.parameters())

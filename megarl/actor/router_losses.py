@@ -6,17 +6,17 @@ With z the router's logits [T, E] of a row's T true tokens, on all tp and cp ran
                                     P_e = mean over tokens of score_e / sum of scores
     z   = coef mean over tokens of (log sum_e exp z_e)^2
 
-Upstream scales their gradients so that rows are averaged (``step.py``). Two things of upstream's
-are computed otherwise: the balancing loss of a row without a true token is 0, where upstream
-divides by zero; and the z-loss of a row that ranks share is its mean over tokens, where upstream
-takes the mean of the ranks' means.
+Upstream scales their gradients so that rows are averaged (``step.py``). Three things of upstream's
+are otherwise: the balancing loss of a row without a true token is 0, where upstream divides by
+zero; its number of tokens is an i64, as Transformer Engine's fused loss demands, where upstream has
+an f32; and the z-loss of a row that ranks share is its mean over tokens, where upstream takes the
+mean of the ranks' means.
 """
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
-    get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -38,16 +38,12 @@ class RouterWithLosses(TopKRouter):
         padding. Collective over tp and cp.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
-        per_expert, _, tokens = get_tokens_per_expert_and_token_count(
-            routing_map=routing_map,
-            reduce_group=self.tp_cp_group,
-            topk=self.topk,
-            with_padding_mask=True,
-        )
+        per_expert = routing_map.sum(dim=0)
+        dist.all_reduce(per_expert, group=self.tp_cp_group)
         loss = switch_load_balancing_loss_func(
             probs=scores_for_aux_loss,
             tokens_per_expert=per_expert,
-            total_num_tokens=tokens.clamp(min=1),
+            total_num_tokens=(per_expert.sum() // self.topk).clamp(min=1),
             topk=self.topk,
             num_experts=self.num_experts,
             moe_aux_loss_coeff=coefficient,

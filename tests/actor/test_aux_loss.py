@@ -171,3 +171,15 @@ def test_without_a_coefficient_there_is_none(pool: WorkerPool, tiny_model: Path)
     }
     (gradients,) = pool.run("tests.actor.work_aux_loss:gradients_of", world=1, **work)
     assert all((g == 0).all() for g in gradients.values())
+
+
+def test_the_fused_loss_would_get_the_integers_that_it_demands(
+    pool: WorkerPool, tiny_model: Path
+) -> None:
+    """Transformer Engine's kernel refuses tokens that are not an int64, on a GPU alone."""
+    samples = random_samples(2, 2, seed=5)
+    (seen,) = pool.run(
+        "tests.actor.work_routers:balancing_inputs", world=1, hf=tiny_model, samples=samples
+    )
+    assert seen and {(kind, loads) for kind, _, loads, _ in seen} == {("torch.int64",) * 2}
+    assert all(chosen == 2 * tokens for _, tokens, _, chosen in seen)

@@ -288,6 +288,24 @@ def test_replaying_its_own_choices_changes_no_bit(
         assert not any(m.name == "moe/replay_changed" for ms in own[name]["metrics"] for m in ms)
 
 
+@pytest.mark.parametrize("layout", [{}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_frozen_layers_below_are_computed_again_as_well(
+    pool: WorkerPool, models: dict[str, Path], layout: dict[str, int]
+) -> None:
+    """Embeddings and the first two layers, the second of which has experts."""
+    name = "deepseek_v3"
+    frozen = {"row_tokens": 32, "frozen": ["model.embed_tokens.*", "model.layers.[01].*"]}
+    once, again = (
+        evaluate(
+            *(pool, {name: models[name]}, {name: SAMPLES}, layout),
+            sections={**R2, "train": frozen, "recompute": RECOMPUTE[recompute]},
+        )[name]
+        for recompute in ("none", "full")
+    )
+    assert all(torch.equal(again["gradients"][n], g) for n, g in once["gradients"].items())
+    assert changed(again) == changed(once) == Mean(0, 3 * sum(s.length for s in SAMPLES))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "moe"])
 def test_in_bf16_too(pool: WorkerPool, models: dict[str, Path], recompute: str) -> None:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
 
+from megarl.actor import router_losses
 from megarl.actor.actor import MegatronActor
 from megarl.actor.expert_bias import routers_of
 from megarl.actor.names import global_weights
@@ -66,6 +68,28 @@ def _step(layout: dict[str, int], case: Case) -> dict[str, Any]:
             "routers": {"before": before, "after": _routers(actor)},
             "rows": len(rows),
         }
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def balancing_inputs(rank: int, hf: Path, samples: list[Sample]) -> list[tuple[Any, ...]]:
+    """Of every call of upstream's balancing loss in a step: (dtype and number of tokens, dtype and
+    sum of loads).
+    """
+    config = config_for(hf, **NO_MINIBATCHES, moe={"aux_loss_coeff": 0.5})
+    seen, own = [], router_losses.switch_load_balancing_loss_func
+
+    def watch(**given: Any) -> torch.Tensor:
+        tokens, loads = given["total_num_tokens"], given["tokens_per_expert"]
+        seen.append((str(tokens.dtype), int(tokens), str(loads.dtype), int(loads.sum())))
+        return own(**given)
+
+    try:
+        actor = make_actor(config, {})
+        rows = prepare(actor, config, samples).steps[0]
+        with mock.patch.object(router_losses, "switch_load_balancing_loss_func", watch):
+            actor.forward_backward(rows)
+        return seen
     finally:
         parallel_state.destroy_model_parallel()
 
