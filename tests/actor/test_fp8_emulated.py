@@ -307,9 +307,17 @@ def test_delayed_scales_are_those_of_one_process(
 def test_a_history_has_a_step_of_every_microbatch_and_weights_of_every_update(
     pool: WorkerPool, blocks_model: Path
 ) -> None:
-    """Rows of inputs and gradients fill up within a step, those of weights one a step."""
-    run = {"precision": emulated(**{**DELAYED, "amax_history": 6}), "train": {"row_tokens": 48}}
+    """Rows of inputs and gradients fill up within a step, those of weights one a step; and
+    multipliers bring the largest of them to the format's largest, a margin below.
+    """
+    fp8 = {**DELAYED, "amax_history": 32, "margin": 2}
+    run = {"precision": emulated(**fp8), "train": {"row_tokens": 48}}
     (ranks,) = steps(pool, blocks_model, {}, until=3, **run)
+    largest = torch.tensor([448.0, 448.0, 57344.0]) / 2**2  # hybrid
+    for name, state in ranks[0]["fp8"].items():
+        seen = state[:-1].amax(0)
+        assert (seen > 0).all(), name
+        assert torch.allclose(state[-1] * seen, largest, rtol=1e-6, atol=0), name
     filled = [
         (r["fp8"]["decoder.layers.0.self_attention.linear_qkv"][:-1] > 0).sum(0) for r in ranks
     ]

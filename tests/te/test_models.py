@@ -2,6 +2,7 @@
 what part of them a rank has, and the way of weights into them and out of them.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,41 @@ def test_weights_of_files_come_out_bit_for_bit(
         moe = {"grouped_gemm": grouped}
         ranks = run(te_pool, "actions:exported", place(layout, name), hf=folder, moe=moe)
         assert_same_bits(together(ranks), load_file(folder / "model.safetensors"))
+
+
+# Transformer Engine's names -> those of local layers
+LOCAL_NAMES = (
+    (r"self_attention\.linear_qkv\.layer_norm_", "input_layernorm."),
+    (r"mlp\.linear_fc1\.layer_norm_", "pre_mlp_layernorm."),
+    (r"linear_(q|kv)_up_proj\.layer_norm_", r"\1_layernorm."),
+    (r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2"),
+)
+
+
+def local_name(name: str) -> str:
+    for pattern, local in LOCAL_NAMES:
+        name = re.sub(pattern, local, name)
+    return name
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_gradients_are_reduced_over_the_ranks_that_those_of_local_layers_are(
+    local_pool: WorkerPool, te_pool: WorkerPool, families: dict[str, Path], layout: dict[str, int]
+) -> None:
+    """By what Megatron reads off a parameter: whether tensor-parallel ranks have copies of it and
+    parts of the sequence, which group it is reduced over, and whether it is split.
+    """
+    for name, folder in families.items():
+        if not fits(layout, name):
+            continue
+        here = {"layout": place(layout, name), "hf": folder}
+        te = run(te_pool, "work_marks:marks", **here, moe={"grouped_gemm": True})
+        local = run(local_pool, "work_marks:marks", **here)
+        for of_te, of_local in zip(te, local, strict=True):
+            assert {local_name(n): marks for n, marks in of_te.items()} == of_local, name
+            assert {tuple(marks.values()) for marks in of_local.values()} >= {
+                *((True, True, False), (False, True, True))  # norms, attention's matrices
+            }
 
 
 def test_the_table_has_every_family() -> None:
