@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -183,7 +182,8 @@ def test_buckets_save_padding_where_samples_are_long_for_a_row() -> None:
 
 @pytest.mark.parametrize("kind", ["log-normal", "uniform", "bimodal", "equal", "one giant"])
 @pytest.mark.parametrize("dp", [8, 64])
-def test_a_hundred_thousand_samples_are_packed_in_no_time(kind: str, dp: int) -> None:
+def test_a_hundred_thousand_samples_are_packed_evenly(kind: str, dp: int) -> None:
+    """How fast: tools/opsbench/pack.py."""
     rng = np.random.default_rng(0)
     sizes = {
         "log-normal": np.clip(np.exp(rng.normal(7.9, 0.8, 100_000)), 64, 16_384).astype(int),
@@ -197,16 +197,10 @@ def test_a_hundred_thousand_samples_are_packed_in_no_time(kind: str, dp: int) ->
         "one giant": np.array([16_384, *rng.integers(100, 300, 99_999)]),
     }[kind].tolist()
     given = {"row_tokens": 16_384, "dp": dp, "linear": 15_472, "quadratic": 1, "buckets": 4}
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        plan = pack_rows(sizes, **given)
-        times.append(time.perf_counter() - start)
+    plan = pack_rows(sizes, **given)
     assert_kept(plan, sizes, **given)
     totals = costs(plan, sizes, 15_472, 1).sum(1)
     assert totals.max() / totals.mean() < 1.001 or kind == "one giant"
-    if os.environ.get("MEGARL_OPS") != "torch":
-        assert min(times) < 1.0  # twice what it takes at most, for a busy machine
 
 
 @pytest.mark.parametrize("kind", range(5))
