@@ -56,9 +56,13 @@ class DelayedScaling:
         self._of_step: list[Tensor | None] = [None] * n  # the weight's, once it is quantised
         self._to_recompute: list[deque[Scales]] = [deque() for _ in names]
         self._first: int | None = None  # the linear whose backward ends the chunk's
+        self._input_has_gradient = (
+            False  # backward goes through frozen linears to the chunk's input
+        )
 
     def attach(self, chunk: Any) -> None:
         chunk.fp8_delayed = self
+        chunk.decoder.register_forward_pre_hook(self._begin_forward, with_kwargs=True)
         chunk.decoder.register_forward_hook(self._end_forward)
 
     def new_step(self) -> None:
@@ -83,7 +87,8 @@ class DelayedScaling:
             if training:
                 _see(self._history, 2 * place + 1, weight)
                 self._of_step[place] = own
-        if training and self._first is None and weight.requires_grad:
+        reached = self._input_has_gradient or weight.requires_grad
+        if training and self._first is None and reached:
             self._first = place
         scales = self._multipliers[2 * place].clone(), own
         if training and not grad_enabled:
@@ -99,6 +104,10 @@ class DelayedScaling:
         """After a linear's backward: autograd gets last to the one that was called first."""
         if place == self._first:
             self._advance(self._gradient_history, self._gradient_multipliers, self._formats[1])
+
+    def _begin_forward(self, decoder: Any, _: tuple[Any, ...], given: dict[str, Any]) -> None:
+        entering = given["hidden_states"] if decoder.pre_process else decoder.input_tensor
+        self._input_has_gradient = entering.requires_grad
 
     def _end_forward(self, decoder: torch.nn.Module, *_: Any) -> None:
         if decoder.training and torch.is_grad_enabled():

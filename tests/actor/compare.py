@@ -19,3 +19,8 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
         "gradients": {n: t for r in results for n, t in r["gradients"].items()},
         "weights": {n: t for r in results for n, t in r["weights"].items()},
     }
+
+
+def emulated(**fp8: Any) -> dict[str, Any]:
+    """fp32, so that only FP8 rounds: what differs then is FP8's doing."""
+    return {"dtype": "fp32", "fp8": {"backend": "emulated", **fp8}}

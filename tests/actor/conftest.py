@@ -25,3 +25,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in (1, 2):
         write_samples(recorded_path(folder, step), random_samples(8, 4, seed=step))
     return folder
+
+
+@pytest.fixture(scope="session")
+def blocks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Halves of its matrices are whole blocks of 128. A dense layer and one of experts."""
+    sizes = ("--layers", "2", "--hidden", "256", "--heads", "2", "--kv-heads", "2")
+    sizes += ("--head-dim", "128", "--ffn", "256")
+    experts = ("--experts", "4", "--moe-ffn", "256", "--dense-layers", "0")
+    return make_tiny_model(tmp_path_factory.mktemp("blocks") / "model", *sizes, *experts)

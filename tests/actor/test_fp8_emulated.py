@@ -1,4 +1,4 @@
-"""FP8 on Megatron's own linears: the products, whole models, layouts, recomputation, resuming.
+"""FP8 on Megatron's own linears: the products, whole models, layouts (steps: test_fp8_steps.py).
 
 ``tests/ops/test_fp8_emulation.py`` shows that operands are rounded as the recipes say; here is
 which operands, along which dimension, and what follows.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.ops.fp8_emulation import blockwise, mxfp8, scaled, tensorwise
 from tests.actor import compare
-from tests.actor.test_state import assert_same_bits, go
-from tests.conftest import make_tiny_model
+from tests.actor.compare import emulated
+from tests.actor.test_state import assert_same_bits
 from tests.helpers.dist import WorkerPool
 from tests.helpers.samples import random_samples
 
@@ -22,20 +22,6 @@ pytestmark = pytest.mark.dist
 
 MULTIPLIERS = [5.0, 30.0, 1e7]  # of delayed scaling, as the worker sets them
 WORK = "tests.actor.work_fp8_emulated"
-
-
-@pytest.fixture(scope="module")
-def blocks_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Halves of its matrices are whole blocks of 128. A dense layer and one of experts."""
-    sizes = ("--layers", "2", "--hidden", "256", "--heads", "2", "--kv-heads", "2")
-    sizes += ("--head-dim", "128", "--ffn", "256")
-    experts = ("--experts", "4", "--moe-ffn", "256", "--dense-layers", "0")
-    return make_tiny_model(tmp_path_factory.mktemp("blocks") / "model", *sizes, *experts)
-
-
-def emulated(**fp8: Any) -> dict[str, Any]:
-    """fp32, so that only FP8 rounds: what differs then is FP8's doing."""
-    return {"dtype": "fp32", "fp8": {"backend": "emulated", **fp8}}
 
 
 # --- one linear -----------------------------------------------------------------------------------
@@ -257,126 +243,3 @@ def test_experts_on_other_ranks_see_the_same_numbers(pool: WorkerPool, blocks_mo
     plain = passes(pool, blocks_model, {"dp": 2}, precision={"dtype": "fp32"})
     assert torch.allclose(apart["logprobs"], together["logprobs"], rtol=0, atol=1e-5)
     assert error(together, apart) < min(error(apart, plain), 0.1)
-
-
-# --- over steps -----------------------------------------------------------------------------------
-
-DELAYED = {"recipe": "delayed", "format": "hybrid", "amax_history": 3}
-# Weights stay, so that only scales move, and nothing is clipped, where small gaps decide much.
-CALM = {
-    "optim": {"lr": 1e-6, "distributed": False},
-    "algo": {"policy": {"name": "reinforce"}, "minibatches": 1},
-}
-
-
-def steps(
-    pool: WorkerPool, hf: Path, layout: dict[str, int], until: int, **sections: Any
-) -> list[Any]:
-    world = compare.mesh_of(layout).world_size
-    return pool.run(
-        f"{WORK}:steps", world=world, hf=hf, layout=layout, until=until, **{**CALM, **sections}
-    )
-
-
-def of_all(ranks: list[Any]) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    metrics = compare.merged(
-        [{"metrics": [s["metrics"] for s in r], "gradients": {}, "weights": {}} for r in ranks]
-    )["metrics"]
-    return metrics, {name: t for r in ranks for name, t in r[-1]["fp8"].items()}
-
-
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
-def test_delayed_scales_are_those_of_one_process(
-    pool: WorkerPool, blocks_model: Path, layout: dict[str, int]
-) -> None:
-    """Largest entries of all ranks count: over the microbatches of a step histories and multipliers
-    agree, and so do gradients.
-    """
-    run = {"precision": emulated(**DELAYED), "train": {"row_tokens": 48}}
-    (one, state), (split, split_state) = (
-        of_all(steps(pool, blocks_model, where, until=1, **run)) for where in ({}, layout)
-    )
-    assert state.keys() == split_state.keys() and len(state) == 4 + 2 + 8
-    for name, expected in state.items():
-        assert torch.allclose(split_state[name], expected, rtol=2e-2, atol=0), name
-        assert (expected[-1] != 1).all(), name  # every multiplier has moved
-    for a, b in zip(split, one, strict=True):
-        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=5e-3)
-
-
-def test_a_history_has_a_step_of_every_microbatch_and_weights_of_every_update(
-    pool: WorkerPool, blocks_model: Path
-) -> None:
-    """Rows of inputs and gradients fill up within a step, those of weights one a step; and
-    multipliers bring the largest of them to the format's largest, a margin below.
-    """
-    fp8 = {**DELAYED, "amax_history": 32, "margin": 2}
-    run = {"precision": emulated(**fp8), "train": {"row_tokens": 48}}
-    (ranks,) = steps(pool, blocks_model, {}, until=3, **run)
-    largest = torch.tensor([448.0, 448.0, 57344.0]) / 2**2  # hybrid
-    for name, state in ranks[0]["fp8"].items():
-        seen = state[:-1].amax(0)
-        assert (seen > 0).all(), name
-        assert torch.allclose(state[-1] * seen, largest, rtol=1e-6, atol=0), name
-    filled = [
-        (r["fp8"]["decoder.layers.0.self_attention.linear_qkv"][:-1] > 0).sum(0) for r in ranks
-    ]
-    inputs, weights, gradients = zip(*(f.tolist() for f in filled), strict=True)
-    assert inputs[0] >= 3 and weights == (1, 2, 3)
-    assert 2 <= gradients[0] <= inputs[0]  # rows without an advantage have none
-
-
-@pytest.mark.parametrize("fp8", [{}, DELAYED], ids=["blockwise", "delayed"])
-def test_recomputed_layers_have_the_same_bits(
-    pool: WorkerPool, blocks_model: Path, fp8: dict[str, Any]
-) -> None:
-    run = {"precision": {**emulated(**fp8), "dtype": "bf16"}, "train": {"row_tokens": 48}}
-    full = {"granularity": "full", "method": "uniform", "num_layers": 1}
-    parts = {"granularity": "selective", "modules": ["moe"]}
-    kept, *recomputed = (
-        steps(pool, blocks_model, {}, until=2, **run, recompute=recompute)[0]
-        for recompute in ({}, full, parts)
-    )
-    for again in recomputed:
-        for a, b in zip(again, kept, strict=True):
-            assert a["metrics"] == b["metrics"]
-            assert_same_bits(a["fp8"], b["fp8"])
-        assert_same_bits(again[-1]["weights"], kept[-1]["weights"])
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [{"dp": 2, "ep": 2}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"pp": 2}))],
-    ids=str,
-)
-def test_delayed_scaling_goes_on_from_a_checkpoint_bit_for_bit(
-    pool: WorkerPool, blocks_model: Path, tmp_path: Path, layout: dict[str, int]
-) -> None:
-    run = {"hf": blocks_model, "path": tmp_path / "saved"}
-    sections = {"optim": {"lr": 1e-3, "distributed": True}, "precision": emulated(**DELAYED)}
-    whole = go(pool, "trained_on", layout, **run, **sections)
-    rest = go(pool, "resumed", layout, **run, **sections)
-    assert_same_bits(rest["after"], whole["after"])
-    # a run without it reads the same file, and goes another way
-    other = {**sections, "precision": {"dtype": "fp32"}}
-    without = go(pool, "resumed", layout, **run, **other)
-    assert any(not torch.equal(without["after"][n], t) for n, t in whole["after"].items())
-    longer = {**sections, "precision": emulated(**{**DELAYED, "amax_history": 5})}
-    said = pool.run(
-        "tests.actor.work_state:load_refused",
-        **{"world": compare.mesh_of(layout).world_size, "hf": blocks_model, "layout": layout},
-        **{"path": run["path"], **longer},
-    )
-    for text in said:
-        assert text.startswith("precision.fp8.amax_history: found 5; accepted: 3, as the histories")
-
-
-@pytest.mark.slow
-def test_a_checkpoint_without_scales_starts_with_none(
-    pool: WorkerPool, blocks_model: Path, tmp_path: Path
-) -> None:
-    run = {"hf": blocks_model, "path": tmp_path / "saved"}
-    sections = {"optim": {"lr": 1e-3, "distributed": True}}
-    go(pool, "trained_on", {}, **run, **sections)
-    found = go(pool, "resumed", {}, **run, **sections, precision=emulated(**DELAYED))
-    assert all(t.isfinite().all() for t in found["after"].values())
