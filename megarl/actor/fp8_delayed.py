@@ -56,9 +56,7 @@ class DelayedScaling:
         self._of_step: list[Tensor | None] = [None] * n  # the weight's, once it is quantised
         self._to_recompute: list[deque[Scales]] = [deque() for _ in names]
         self._first: int | None = None  # the linear whose backward ends the chunk's
-        self._input_has_gradient = (
-            False  # backward goes through frozen linears to the chunk's input
-        )
+        self._input_has_gradient = False  # then backward goes on through frozen linears
 
     def attach(self, chunk: Any) -> None:
         chunk.fp8_delayed = self
