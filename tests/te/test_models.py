@@ -129,5 +129,6 @@ def test_gradients_are_reduced_over_the_ranks_that_those_of_local_layers_are(
 
 def test_the_table_has_every_family() -> None:
     assert {family for family, _ in MODELS.values()} == {
-        *("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+        *("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
+        *("kimi_k2", "llama", "mistral"),
     }
