@@ -12,6 +12,7 @@ from megarl.models.rules import (
     FINAL_NORM,
     HEAD,
     INPUT_NORM,
+    OUT_BIAS,
     OUT_PROJ,
     PRE_MLP_NORM,
     QKV,
@@ -30,12 +31,6 @@ SINKS = Rule(
     (_LAYER + "self_attention.core_attention.softmax_offset",),
     ((_HF + "self_attn.sinks", ("heads",)),),
     "column",
-)
-OUT_BIAS = Rule(
-    "layer",
-    (_LAYER + "self_attention.linear_proj.bias",),
-    ((_HF + "self_attn.o_proj.bias", ("hidden",)),),
-    "replicated",
 )
 ROUTER = (
     Rule(

@@ -158,6 +158,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
         },
     ),
     "llama": ("llama", {**DENSE, "rope_parameters": LLAMA3}),
+    "llama biases tied": (
+        "llama",
+        {**DENSE, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "mistral": ("mistral", {**DENSE, "sliding_window": 6}),
     "kimi_k2": ("kimi_k2", KIMI),
 }

@@ -36,6 +36,7 @@ MODELS = (
     "qwen2 windows tied",
     "llama",
     "llama in bf16",
+    "llama biases tied",
     "mistral",
     "kimi_k2",
     "kimi_k2 in bf16",

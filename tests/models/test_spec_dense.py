@@ -101,7 +101,9 @@ def test_llama_takes_transformers_values_for_absent_keys(tmp_path: Path) -> None
     absent = ("num_key_value_heads", "rope_scaling", "rope_theta", "attention_bias", "mlp_bias")
     spec = read(tmp_path, LLAMA_31_8B, **dict.fromkeys(absent, ABSENT))
     assert (spec.kv_heads, spec.llama3, spec.rope_theta, spec.head_dim) == (32, None, 1e4, 128)
-    assert not spec.qkv_bias and not spec.qk_norm
+    assert not spec.qkv_bias and not spec.out_bias and not spec.qk_norm
+    spec = read(tmp_path, LLAMA_31_8B, attention_bias=True)
+    assert spec == replace(published.LLAMA_31_8B, qkv_bias=True, out_bias=True)
     assert read(tmp_path, LLAMA_31_8B, head_dim=64).head_dim == 64  # as Llama-3.2-1B
 
 
@@ -140,7 +142,7 @@ SLIDING = ["sliding_attention"]
         (QWEN25_7B, {"use_sliding_window": "no"}, ["use_sliding_window", "true or false"]),
         (QWEN25_7B, {"rope_scaling": SCALING}, ["rope_scaling.rope_type", "'llama3'"]),
         (QWEN25_7B, {"architectures": ["Qwen2ForReward"]}, ["Qwen2ForCausalLM"]),
-        (LLAMA_31_8B, {"attention_bias": True}, ["attention_bias", "True", "false"]),
+        (LLAMA_31_8B, {"attention_bias": "yes"}, ["attention_bias", "'yes'", "true or false"]),
         (LLAMA_31_8B, {"mlp_bias": True}, ["mlp_bias", "True", "false"]),
         (LLAMA_31_8B, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         (LLAMA_31_8B, {"layer_types": SLIDING * 32}, ["layer_types"]),

@@ -40,6 +40,7 @@ ATTENTION = {
 ATTENTION["gpt_oss without yarn"] = ATTENTION["gpt_oss"]
 ATTENTION |= dict.fromkeys(("llama", "mistral"), _GROUPED_QUERIES)
 ATTENTION |= dict.fromkeys(("qwen2", "qwen2 windows tied"), ATTENTION["glm4_moe without qk norm"])
+ATTENTION["llama biases tied"] = (*ATTENTION["qwen2"], "linear_proj.bias")
 ATTENTION["kimi_k2"] = ATTENTION["deepseek_v3"]
 
 EXPERTS = 8  # of every model of tests/helpers/families.py that has them
