@@ -40,7 +40,7 @@ def transformer_config(
 
 
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
-    assert spec.mlp_bias == spec.out_bias == spec.router_bias, "upstream has one switch for them"
+    assert spec.mlp_bias == spec.router_bias, "upstream has one switch for them"
     return {
         "num_layers": spec.layers,
         "hidden_size": spec.hidden,
@@ -53,7 +53,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         **_activation(spec),
-        "add_bias_linear": spec.mlp_bias,  # of the output projection and the router, too
+        "add_bias_linear": spec.mlp_bias,  # of the router, too
         "add_qkv_bias": spec.qkv_bias,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

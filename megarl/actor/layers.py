@@ -75,11 +75,16 @@ def _attention(spec: ModelSpec, modules: Modules, qkv: Any) -> ModuleSpec:
         submodules=SelfAttentionSubmodules(
             linear_qkv=qkv,
             core_attention=modules.attention,
-            linear_proj=modules.row,
+            linear_proj=partial(_biased, spec.out_bias, modules.row),
             q_layernorm=norm,
             k_layernorm=norm,
         ),
     )
+
+
+def _biased(wanted: bool, linear: Any, /, *sizes: int, bias: bool, **arguments: Any) -> Any:
+    """``linear`` with a bias or without, whatever ``bias``, upstream's switch for all of them."""
+    return linear(*sizes, bias=wanted, **arguments)
 
 
 def _latent_attention(spec: ModelSpec, modules: Modules) -> ModuleSpec:

@@ -1,4 +1,4 @@
-"""Rotary angles of packed rows, plain, of a part of the head, or YaRN's."""
+"""Rotary angles of packed rows, plain, of a part of the head, YaRN's or Llama 3.1's."""
 
 import math
 from typing import Any
@@ -6,21 +6,28 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.models.parts import Yarn
+from megarl.models.parts import Llama3, Yarn
 from megarl.models.spec import ModelSpec
 
 
-def inverse_frequencies(size: int, theta: float, yarn: Yarn | None) -> torch.Tensor:
+def inverse_frequencies(spec: ModelSpec) -> torch.Tensor:
     """f32 [size / 2]: the angle that a position adds to each pair of ``size`` turned dimensions.
 
-    Plain: ``f_i = theta ** (-2i / size)``. YaRN divides by ``factor`` the frequencies that turn
-    less than ``beta_slow`` times over the original positions, keeps those that turn more than
-    ``beta_fast`` times, and goes from one to the other linearly in i (Peng et al. 2023, section
-    3.2).
+    Plain: ``f_i = theta ** (-2i / size)``.
     """
+    size, theta = turned_dims(spec), spec.rope_theta
     plain = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if yarn is None:
-        return plain
+    if spec.yarn:
+        return _yarn(plain, theta, spec.yarn)
+    return _llama3(plain, spec.llama3) if spec.llama3 else plain
+
+
+def _yarn(plain: torch.Tensor, theta: float, yarn: Yarn) -> torch.Tensor:
+    """YaRN divides by ``factor`` the frequencies that turn less than ``beta_slow`` times over the
+    original positions, keeps those that turn more than ``beta_fast`` times, and goes from one to
+    the other linearly in i (Peng et al. 2023, section 3.2).
+    """
+    size = 2 * len(plain)
 
     def pair_that_turns(times: float) -> float:
         wavelength = yarn.original_positions / (times * 2 * math.pi)
@@ -33,6 +40,14 @@ def inverse_frequencies(size: int, theta: float, yarn: Yarn | None) -> torch.Ten
     span = high - low or 0.001
     divided = ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     return plain / yarn.factor * divided + plain * (1 - divided)
+
+
+def _llama3(plain: torch.Tensor, scaling: Llama3) -> torch.Tensor:
+    """As ``parts.Llama3`` says."""
+    turns = scaling.original_positions * plain / (2 * math.pi)
+    span = scaling.high_turns - scaling.low_turns
+    kept = ((turns - scaling.low_turns) / span).clamp(0, 1)
+    return plain / scaling.factor * (1 - kept) + plain * kept
 
 
 def turned_dims(spec: ModelSpec) -> int:
@@ -63,7 +78,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         """``with_factor``: angles come with ``cos_factor``, as latent attention takes YaRN's."""
         super().__init__()
         # no buffer, which a model in bf16 would round
-        self.inv_freq = inverse_frequencies(turned_dims(spec), spec.rope_theta, spec.yarn)
+        self.inv_freq = inverse_frequencies(spec)
         self.factor = cos_factor(spec.yarn) if with_factor else None
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:

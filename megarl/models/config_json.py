@@ -7,12 +7,12 @@ with, say, a wrong rotary base looks healthy for weeks.
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError, Problem
-from megarl.models.parts import Yarn
+from megarl.models.parts import Llama3, Yarn
 
 HARMLESS: dict[str, tuple[object, ...]] = {  # key -> values that change nothing of what is computed
     "hidden_act": ("silu",),
@@ -36,6 +36,8 @@ _YARN = (
     "attention_factor",
     "truncate",
 )
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OF_EVERY_BLOCK = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 
 
 class ConfigReader:
@@ -111,14 +113,16 @@ class ConfigReader:
         head_dim: int | None = None,
         rope_share: float | None = None,
         rope_theta: float = 10000.0,
+        kv_heads: int | None = None,
+        scalings: Collection[str] = ("yarn",),
         reads: Collection[str] = (),
     ) -> dict[str, Any]:
         """The fields of ModelSpec that every decoder family here reads alike; refuses the rest.
 
         ``head_dim``: what transformers takes when the key is absent; None where it must be there.
-        ``rope_theta``: likewise. ``rope_share``: likewise of ``partial_rotary_factor``; None where
-        the family turns whole heads. ``reads``: keys of ``HARMLESS``, or layer_types, that the
-        family reads itself.
+        ``rope_theta``, ``kv_heads``: likewise. ``scalings``: kinds of rotary scaling besides none.
+        ``rope_share``: as ``head_dim``, of ``partial_rotary_factor``; None where the family turns
+        whole heads. ``reads``: keys of ``HARMLESS``, or layer_types, that the family reads itself.
         """
         for key, accepted in HARMLESS.items():
             if key not in reads:
@@ -126,7 +130,7 @@ class ConfigReader:
         if "layer_types" not in reads:
             self._all_layers_alike(layers)
         heads = self.count("num_attention_heads")
-        kv_heads = self.count("num_key_value_heads")
+        kv_heads = self.count("num_key_value_heads", default=kv_heads)
         if heads % kv_heads:
             accepted_heads = f"a divisor of num_attention_heads={heads}"
             self.complain("num_key_value_heads", kv_heads, accepted_heads)
@@ -139,7 +143,7 @@ class ConfigReader:
             "kv_heads": kv_heads,
             "head_dim": size,
             "vocab": vocab,
-            **self.rotary(size, rope_share, rope_theta),
+            **self.rotary(size, rope_share, rope_theta, scalings),
             "norm_eps": self.number("rms_norm_eps"),
             "tie_embeddings": self.flag("tie_word_embeddings", default=False),
             "qk_norm": True,
@@ -155,12 +159,17 @@ class ConfigReader:
             self.complain("layer_types", kinds, f"num_hidden_layers={layers} times full_attention")
 
     def rotary(
-        self, size: int, share: float | None = None, default_theta: float = 10000.0
+        self,
+        size: int,
+        share: float | None = None,
+        default_theta: float = 10000.0,
+        scalings: Collection[str] = ("yarn",),
     ) -> dict[str, Any]:
-        """``rope_theta``, ``rope_share`` and ``yarn`` of a head of ``size`` dimensions.
+        """``rope_theta``, ``rope_share``, ``yarn`` and ``llama3`` of a head of ``size`` dimensions.
 
         Read from the new key (rope_parameters) or the old ones; contradictory values are refused,
-        and so is every scaling but YaRN. ``share``: as ``transformer``'s ``rope_share``.
+        and so is every scaling but those of ``scalings``. ``share``: as ``transformer``'s
+        ``rope_share``.
         """
         blocks = {key: self._rope_block(key) for key in ("rope_parameters", "rope_scaling")}
         theta = self._rope_value("rope_theta", default_theta, blocks)
@@ -170,24 +179,26 @@ class ConfigReader:
         elif int(size * found) % 2:
             self.complain("head_dim", size, "an even number (rotary embedding turns pairs)")
         scaled = [(key, block) for key, block in blocks.items() if _kind(block) != "default"]
-        yarn = None
+        found_scaling: dict[str, Yarn | Llama3 | None] = {"yarn": None, "llama3": None}
+        read: dict[str, Callable[[str, Mapping[str, Any]], Yarn | Llama3]]
+        read = {"yarn": self._yarn, "llama3": self._llama3}
         for key, block in scaled:
-            if _kind(block) != "yarn":
-                self.complain(f"{key}.{_kind_key(block)}", _kind(block), "default or yarn")
+            kind = _kind(block)
+            if kind not in scalings:
+                accepted = " or ".join(("default", *scalings))
+                self.complain(f"{key}.{_kind_key(block)}", kind, accepted)
             else:
-                yarn = self._yarn(key, block)
+                found_scaling[kind] = read[kind](key, block)
         if len(scaled) == 2 and blocks["rope_parameters"] != blocks["rope_scaling"]:
             self.complain(" and ".join(blocks), list(blocks.values()), "one of them")
         return {
             "rope_theta": theta,
             "rope_share": found,
-            "yarn": yarn,
+            **found_scaling,
         }
 
     def _yarn(self, key: str, block: Mapping[str, Any]) -> Yarn:
-        known = set(_YARN) | {"rope_theta", "partial_rotary_factor", "rope_type", "type"}
-        for name in sorted(set(block) - known):
-            self.complain(f"{key}.{name}", block[name], f"one of {', '.join(sorted(known))}")
+        self._known(key, block, _YARN)
         values = {name: block.get(name) for name in _YARN}
         factor = self.check_number(f"{key}.factor", values["factor"])
         # transformers takes these two into account together or not at all
@@ -217,14 +228,32 @@ class ConfigReader:
             truncate=True if truncate is None else bool(truncate),
         )
 
+    def _llama3(self, key: str, block: Mapping[str, Any]) -> Llama3:
+        self._known(key, block, _LLAMA3)
+        factor, low, high, positions = (
+            self.check_number(f"{key}.{name}", block.get(name)) for name in _LLAMA3
+        )
+        if low >= high and not self.problems:
+            names = f"{key}.low_freq_factor and high_freq_factor"
+            self.complain(names, [low, high], "the second above the first")
+        return Llama3(factor, low, high, int(positions))
+
+    def _known(self, key: str, block: Mapping[str, Any], names: Collection[str]) -> None:
+        known = {*names, *_OF_EVERY_BLOCK}
+        for name in sorted(set(block) - known):
+            self.complain(f"{key}.{name}", block[name], f"one of {', '.join(sorted(known))}")
+
     def _rope_block(self, key: str) -> Mapping[str, Any]:
         block = self.values.get(key) or {}
         if not isinstance(block, dict):
             self.complain(key, block, "an object or null")
             return {}
+        kinds = [block[name] for name in ("rope_type", "type") if block.get(name) is not None]
+        if len(kinds) == 2 and kinds[0] != kinds[1]:
+            self.complain(f"{key}.rope_type and {key}.type", kinds, "equal values")
         if _kind(block) == "default":
             for name, value in block.items():
-                if name not in ("rope_theta", "partial_rotary_factor", "rope_type", "type"):
+                if name not in _OF_EVERY_BLOCK:
                     self.complain(f"{key}.{name}", value, "plain rotary embedding")
         return block
 

@@ -12,12 +12,14 @@ from megarl.models.rules import (
     FINAL_NORM,
     HEAD,
     INPUT_NORM,
+    OUT_BIAS,
     OUT_PROJ,
     PRE_MLP_NORM,
     QKV,
     QKV_BIAS,
 )
 from megarl.models.spec import ModelSpec
+from megarl.models.windows import FULL, SLIDING, layer_windows
 
 ALPHA, LIMIT, ROPE_THETA, HEAD_DIM = 1.702, 7.0, 150000.0, 64  # where config.json lacks them
 
@@ -29,12 +31,6 @@ SINKS = Rule(
     (_LAYER + "self_attention.core_attention.softmax_offset",),
     ((_HF + "self_attn.sinks", ("heads",)),),
     "column",
-)
-OUT_BIAS = Rule(
-    "layer",
-    (_LAYER + "self_attention.linear_proj.bias",),
-    ((_HF + "self_attn.o_proj.bias", ("hidden",)),),
-    "replicated",
 )
 ROUTER = (
     Rule(
@@ -108,7 +104,7 @@ def read(config: ConfigReader) -> ModelSpec:
         "router_bias": True,
         "mlp_bias": True,
         "sinks": True,
-        "windows": _windows(config, layers),
+        "windows": layer_windows(config, [(SLIDING, FULL)[i % 2] for i in range(layers)]),
         "glu_alpha": ALPHA,
         "glu_limit": config.check_number("swiglu_limit", config.values.get("swiglu_limit", LIMIT)),
     }
@@ -125,18 +121,3 @@ def _refuse_quantised(config: ConfigReader) -> None:
             "then save_pretrained"
         )
         config.complain("quantization_config.quant_method", method, accepted)
-
-
-def _windows(config: ConfigReader, layers: int) -> tuple[int, ...]:
-    kinds = config.values.get("layer_types")
-    if kinds is None:
-        kinds = [("full_attention", "sliding_attention")[(i + 1) % 2] for i in range(layers)]
-    known = {"full_attention", "sliding_attention"}
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= known:
-        accepted = f"num_hidden_layers={layers} of sliding_attention and full_attention"
-        config.complain("layer_types", kinds, accepted)
-        return ()
-    if "sliding_attention" not in kinds:
-        return ()
-    window = config.count("sliding_window")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)

@@ -21,6 +21,19 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's scaling of rotary angles. Frequencies that turn less than ``low_turns`` times
+    over the original positions are divided by ``factor``, those that turn more than ``high_turns``
+    times are kept, and between them the share kept goes linearly with the number of turns.
+    """
+
+    factor: float
+    low_turns: float  # low_freq_factor in config.json
+    high_turns: float  # high_freq_factor
+    original_positions: int
+
+
+@dataclass(frozen=True)
 class Mla:
     """Multi-head latent attention: sizes of its projections. ``head_dim`` is nope + rope."""
 

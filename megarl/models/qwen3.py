@@ -1,6 +1,7 @@
 """Qwen3 (dense): grouped-query attention with q/k norms, SwiGLU, rotary embedding, also YaRN's."""
 
 from megarl.models.config_json import ConfigReader
+from megarl.models.dense import feed_forward
 from megarl.models.mapping import Rule
 from megarl.models.rules import (
     DENSE_MLP,
@@ -27,11 +28,6 @@ def read(config: ConfigReader) -> ModelSpec:
     config.architecture("Qwen3ForCausalLM")
     return ModelSpec(
         family="qwen3",
-        ffn=config.count("intermediate_size"),
-        moe_ffn=0,
-        experts=0,
-        topk=0,
-        norm_topk_prob=False,
-        moe_layers=(False,) * layers,
         **config.transformer(layers),
+        **feed_forward(config, layers),
     )

@@ -57,6 +57,12 @@ OUT_PROJ = Rule(
     ((_HF + "self_attn.o_proj.weight", ("hidden", "q")),),
     "row",
 )
+OUT_BIAS = Rule(
+    "layer",
+    (_LAYER + "self_attention.linear_proj.bias",),
+    ((_HF + "self_attn.o_proj.bias", ("hidden",)),),
+    "replicated",
+)
 PRE_MLP_NORM = Rule(
     "layer",
     (

@@ -36,7 +36,7 @@ READS = ("num_nextn_predict_layers",)  # of ``config_json.HARMLESS``
 
 def feed_forward(config: ConfigReader, layers: int) -> dict[str, Any]:
     """The fields of ModelSpec that are about it."""
-    experts = config.count("n_routed_experts", "num_local_experts")
+    experts = config.count("n_routed_experts", "num_experts", "num_local_experts")
     topk = config.count("num_experts_per_tok", least=2)
     if topk > experts:
         config.complain("num_experts_per_tok", topk, f"at most n_routed_experts={experts}")

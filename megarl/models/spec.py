@@ -13,12 +13,16 @@ from typing import Any, Protocol, cast
 
 from megarl.errors import DataError, Problem
 from megarl.models.config_json import ConfigReader
-from megarl.models.parts import DeltaNet, Mla, Yarn
+from megarl.models.parts import DeltaNet, Llama3, Mla, Yarn
 
 FAMILIES: dict[str, str] = {  # model_type in config.json -> module with `read` and `rules`
     "deepseek_v3": "megarl.models.deepseek_v3",
     "glm4_moe": "megarl.models.glm4_moe",
     "gpt_oss": "megarl.models.gpt_oss",
+    "kimi_k2": "megarl.models.deepseek_v3",  # the same model in other sizes
+    "llama": "megarl.models.llama",
+    "mistral": "megarl.models.mistral",
+    "qwen2": "megarl.models.qwen2",
     "qwen3": "megarl.models.qwen3",
     "qwen3_moe": "megarl.models.qwen3_moe",
 }
@@ -60,6 +64,7 @@ class ModelSpec:
     # rotary embedding
     rope_share: float = 1.0  # share of a head's dimensions that is turned, the first ones
     yarn: Yarn | None = None
+    llama3: Llama3 | None = None
     # attention
     qkv_bias: bool = False
     out_bias: bool = False  # of the output projection
@@ -119,7 +124,7 @@ class ModelSpec:
         return [Problem(name, str(mine[name]), str(theirs[name])) for name in names]
 
 
-_PARTS: dict[str, type] = {"yarn": Yarn, "mla": Mla, "delta_net": DeltaNet}
+_PARTS: dict[str, type] = {"yarn": Yarn, "llama3": Llama3, "mla": Mla, "delta_net": DeltaNet}
 
 
 class FamilyReader(Protocol):

@@ -16,6 +16,7 @@
 5. `fp8`: layers multiply what FP8 leaves of weights and activations (``embedded_fp8.py``).
 """
 
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 
 from megarl.errors import ConfigError, DataError, Problem
@@ -38,6 +45,20 @@ Mask = torch.Tensor | dict[str, torch.Tensor]  # True: visible
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+_CLASS_OF = {"kimi_k2": "deepseek_v3"}  # model_type that transformers lacks -> whose class it has
+
+
+def _config(folder: Path) -> PreTrainedConfig:
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = _CLASS_OF.get(values.pop("model_type", ""))
+    if family is None:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+        return found
+    return AutoConfig.for_model(family, **values)
+
+
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model in a local Hugging Face folder. Never downloads, never runs code from the folder.
 
@@ -48,6 +69,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=_config(folder),
             dtype=dtype,
             attn_implementation=ROW_ATTENTION,
             trust_remote_code=False,
@@ -166,8 +188,8 @@ class SlotModel:
         self.context_length = context_length
         self.vocab_size: int = self.config.vocab_size
         self.eos_ids = _eos_ids(folder, self.module)
-        kinds = getattr(self.config, "layer_types", None) or []
-        self._window = self.config.sliding_window if "sliding_attention" in kinds else 0
+        self._kinds = set(getattr(self.config, "layer_types", None) or [])
+        self._window: int = getattr(self.config, "sliding_window", None) or 0
         self._routing: list[torch.Tensor] = []
         self._experts = [m for m in self.module.modules() if _is_experts(m)]
         self._check_supported()
@@ -269,6 +291,8 @@ class SlotModel:
         if not self._window:
             return visible
         near = visible & shaped(before < self._window)
+        if not self._kinds:  # every layer has the window
+            return near
         return {"full_attention": visible, "sliding_attention": near}
 
     def _forward(
@@ -296,13 +320,11 @@ class SlotModel:
         return torch.stack(self._routing, dim=1).to(torch.int32).cpu().numpy()
 
     def _check_supported(self) -> None:
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
         problems = []
         accepted = {"full_attention", "sliding_attention"}
-        sliding = "sliding_attention" in kinds
-        if not kinds <= accepted or sliding != bool(getattr(self.config, "sliding_window", None)):
-            window = getattr(self.config, "sliding_window", None)
-            found = f"attention {sorted(kinds)} with sliding_window={window}"
+        contradiction = self._kinds and ("sliding_attention" in self._kinds) != bool(self._window)
+        if not self._kinds <= accepted or contradiction:
+            found = f"attention {sorted(self._kinds)} with sliding_window={self._window or None}"
             accepts = "full attention, or layer_types that name the layers with sliding attention"
             problems.append(Problem("model", found, accepts))
         if self._dense and not all(has_dense_form(e) for e in self._experts):

@@ -48,7 +48,8 @@ LAYOUTS = [
     {"pp": 2, "dp": 2, "ep": 2},
     {"cp": 2, "dp": 2, "ep": 2},
 ]
-DENSE = {"qwen3", "qwen3 yarn tied"}  # no experts to split
+OF_DENSE = {"llama", "mistral", "qwen2", "qwen3"}
+DENSE = {name for name, (family, _) in MODELS.items() if family in OF_DENSE}  # no experts to split
 WHOLE_EXPERTS = {name for name, (family, _) in MODELS.items() if family == "gpt_oss"}  # etp is 1
 SAMPLES = random_samples(4, 3, seed=3)
 Results = dict[str, dict[str, Any]]

@@ -93,6 +93,24 @@ GPT_OSS = {
     "sliding_window": 6,
     "rope_parameters": {**YARN, "rope_theta": 150000.0, "truncate": False},
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # of six frequencies: one kept, one between
+}
+KIMI = {
+    **DEEPSEEK,
+    **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    "rope_parameters": {
+        **{**YARN, "rope_theta": 50000.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+}
+DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12}
+CLASSES = {"kimi_k2": "deepseek_v3"}  # model_type that transformers lacks -> that of its class
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of COMMON)
     "qwen3": ("qwen3", QWEN3),
     "qwen3 yarn tied": (
@@ -131,6 +149,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
             "layer_types": [f"{x}_attention" for x in ("full", "sliding", "sliding", "full")],
         },
     ),
+    "qwen2": ("qwen2", DENSE),
+    "qwen2 windows tied": (
+        "qwen2",
+        {
+            **{"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+            **{"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        },
+    ),
+    "llama": ("llama", {**DENSE, "rope_parameters": LLAMA3}),
+    "llama biases tied": (
+        "llama",
+        {**DENSE, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "mistral": ("mistral", {**DENSE, "sliding_window": 6}),
+    "kimi_k2": ("kimi_k2", KIMI),
 }
 
 
@@ -144,7 +177,7 @@ def save_model(
     disable_progress_bar()
     family, changes = MODELS[name]
     values = copy.deepcopy({**COMMON, **changes, **options})  # which transformers adds to
-    config = AutoConfig.for_model(family, **values)
+    config = AutoConfig.for_model(CLASSES.get(family, family), **values)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -155,6 +188,9 @@ def save_model(
         if hasattr(module, "e_score_correction_bias"):  # which files hold in fp32
             module.e_score_correction_bias = module.e_score_correction_bias.float().add_(1e-4)
     model.save_pretrained(folder)
+    if family in CLASSES:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": family}))
     mtp = values.get("num_nextn_predict_layers", 0)
     if mtp:
         _add_mtp(folder / "model.safetensors", values["num_hidden_layers"], mtp)
@@ -188,10 +224,13 @@ def reference_gradients(folder: Path, samples: Sequence[Sample]) -> dict[str, to
 
 
 def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    values = json.loads((folder / "config.json").read_text())
+    family = values.pop("model_type")
+    config = AutoConfig.for_model(CLASSES.get(family, family), **values)
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager"
+        folder, config=config, dtype=torch.float32, experts_implementation="eager"
     ).eval()
 
 

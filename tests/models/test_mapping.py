@@ -31,6 +31,15 @@ MODELS = (
     "gpt_oss",
     "gpt_oss in bf16",
     "gpt_oss without yarn",
+    "qwen2",
+    "qwen2 in bf16",
+    "qwen2 windows tied",
+    "llama",
+    "llama in bf16",
+    "llama biases tied",
+    "mistral",
+    "kimi_k2",
+    "kimi_k2 in bf16",
 )
 LAYER = "decoder.layers.1."
 

@@ -122,8 +122,11 @@ def test_end_tokens_of_both_files_end_a_response(saved: Saved, tmp_path: Path) -
     [
         (
             "model_type",
-            "llama",
-            ["model_type", "'llama'", "deepseek_v3, glm4_moe, gpt_oss, qwen3, qwen3_moe"],
+            "gemma2",
+            [
+                *("model_type", "'gemma2'", "deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama, "),
+                "llama, mistral, qwen2, qwen3, qwen3_moe",
+            ],
         ),
         (
             "model_type",

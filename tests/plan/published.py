@@ -1,8 +1,8 @@
 """Specs of published models by hand, and what their publishers say of their size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megarl.models.spec import Mla, ModelSpec
+from megarl.models.spec import Llama3, Mla, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,42 @@ GPT_OSS_120B = ModelSpec(
     glu_limit=7.0,
 )
 
+
+def _dense(**dims: object) -> ModelSpec:
+    return replace(QWEN3_8B, qk_norm=False, **dims)  # type: ignore[arg-type]
+
+
+QWEN25_7B = _dense(
+    **{"family": "qwen2", "hidden": 3584, "layers": 28, "heads": 28, "kv_heads": 4},
+    **{"ffn": 18944, "vocab": 152064, "max_positions": 32768, "qkv_bias": True},
+    **{"moe_layers": (False,) * 28},
+)
+LLAMA_31_8B = _dense(
+    **{"family": "llama", "layers": 32, "ffn": 14336, "vocab": 128256, "rope_theta": 5e5},
+    **{"llama3": Llama3(8.0, 1.0, 4.0, 8192), "norm_eps": 1e-5, "max_positions": 131072},
+    **{"moe_layers": (False,) * 32, "eos_ids": (128001, 128008, 128009)},
+)
+MISTRAL_7B = _dense(
+    **{"family": "mistral", "layers": 32, "ffn": 14336, "vocab": 32000, "rope_theta": 1e4},
+    **{"windows": (4096,) * 32, "norm_eps": 1e-5, "max_positions": 32768},
+    **{"moe_layers": (False,) * 32, "eos_ids": (2,)},
+)
+MOONLIGHT = replace(
+    DEEPSEEK_V3,
+    **{"hidden": 2048, "layers": 27, "heads": 16, "kv_heads": 16, "ffn": 11264, "moe_ffn": 1408},
+    **{"experts": 64, "topk": 6, "vocab": 163840, "rope_theta": 5e4, "norm_eps": 1e-5},
+    **{"moe_layers": (False, *(True,) * 26), "max_positions": 8192, "eos_ids": (163586,)},
+    **{"routed_scale": 2.446, "router_groups": 1, "router_topk_groups": 1, "shared_ffn": 2816},
+    mtp_layers=0,
+    mla=Mla(q_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+)
+KIMI_K2 = replace(
+    DEEPSEEK_V3,
+    **{"heads": 64, "kv_heads": 64, "experts": 384, "vocab": 163840, "rope_theta": 5e4},
+    **{"moe_layers": (False, *(True,) * 60), "max_positions": 131072, "eos_ids": (163586,)},
+    **{"routed_scale": 2.827, "router_groups": 1, "router_topk_groups": 1, "mtp_layers": 0},
+)
+
 PUBLISHED = {
     "qwen3-8b": Published(
         QWEN3_8B,
@@ -185,5 +221,41 @@ PUBLISHED = {
         None,
         "model card (arXiv 2508.10925), table 1: 116.83 in total; 5.13 active, the embedding left "
         "out",
+    ),
+    "qwen2.5-7b": Published(
+        QWEN25_7B,
+        None,
+        "7.61",
+        7_615_616_512,
+        "model card, which cuts 7.616 to 7.61; total_size of the index, 15,231,233,024 bytes",
+    ),
+    "llama-3.1-8b": Published(
+        LLAMA_31_8B,
+        "8.03",
+        "8.03",
+        8_030_261_248,
+        "total_size of the safetensors index, 16,060,522,496 bytes of bf16",
+    ),
+    "mistral-7b": Published(
+        MISTRAL_7B,
+        "7.24",
+        "7.24",
+        7_241_732_096,
+        "v0.1; total_size of the safetensors index, 14,483,464,192 bytes of bf16",
+    ),
+    "moonlight-16b-a3b": Published(
+        MOONLIGHT,
+        None,
+        None,
+        None,
+        "report (arXiv 2502.16982): 15.29 in total and 2.24 active, without the embedding and the "
+        "output layer",
+    ),
+    "kimi-k2": Published(
+        KIMI_K2,
+        "1026",
+        "32",
+        None,
+        "model card: 1 T in total and 32 active; 1.026 T are counted for its quantised files",
     ),
 }

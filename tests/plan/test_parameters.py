@@ -16,7 +16,7 @@ from megarl.plan.parameters import (
     stage_count,
     total_parameters,
 )
-from tests.plan.published import GLM_4_5, GPT_OSS_120B, PUBLISHED, QWEN3_8B, QWEN3_30B
+from tests.plan.published import GLM_4_5, GPT_OSS_120B, MOONLIGHT, PUBLISHED, QWEN3_8B, QWEN3_30B
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -55,6 +55,12 @@ def test_glm_4_5_is_counted_as_its_report_does() -> None:
 def test_gpt_oss_activates_what_its_card_says() -> None:
     spec = GPT_OSS_120B
     assert _printed(active_parameters(spec) - spec.vocab * spec.hidden, "5.13") == "5.13"
+
+
+def test_moonlight_is_counted_as_its_report_does() -> None:
+    tables = 2 * MOONLIGHT.vocab * MOONLIGHT.hidden
+    assert _printed(total_parameters(MOONLIGHT) - tables, "15.29") == "15.29"
+    assert _printed(active_parameters(MOONLIGHT) - tables, "2.24") == "2.24"
 
 
 def tiny(spec: ModelSpec, **dims: object) -> ModelSpec:

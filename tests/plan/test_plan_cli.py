@@ -18,6 +18,11 @@ GPUS = {
     "deepseek-v3": 1024,
     "glm-4.5": 512,
     "gpt-oss-120b": 64,
+    "qwen2.5-7b": 8,
+    "llama-3.1-8b": 8,
+    "mistral-7b": 8,
+    "moonlight-16b-a3b": 16,
+    "kimi-k2": 1024,
 }
 
 

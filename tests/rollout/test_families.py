@@ -24,6 +24,7 @@ from tests.sync.sender import Sender
 GROUPS = itertools.count()
 SAMPLES = random_samples(2, 2, seed=4)
 SERVED = ["qwen3 yarn tied", "qwen3_moe yarn", "deepseek_v3", "glm4_moe", "gpt_oss"]
+SERVED += ["qwen2", "qwen2 windows tied", "llama", "llama biases tied", "mistral", "kimi_k2"]
 TOLERANCE = 1e-5  # fp32, as in tests/actor/test_families.py
 
 

@@ -38,9 +38,15 @@ ATTENTION = {
     ),
 }
 ATTENTION["gpt_oss without yarn"] = ATTENTION["gpt_oss"]
+ATTENTION |= dict.fromkeys(("llama", "mistral"), _GROUPED_QUERIES)
+ATTENTION |= dict.fromkeys(("qwen2", "qwen2 windows tied"), ATTENTION["glm4_moe without qk norm"])
+ATTENTION["llama biases tied"] = (*ATTENTION["qwen2"], "linear_proj.bias")
+ATTENTION["kimi_k2"] = ATTENTION["deepseek_v3"]
 
 EXPERTS = 8  # of every model of tests/helpers/families.py that has them
-DENSE_LAYERS = {"qwen3_moe": {1}, "deepseek_v3": {0}, "glm4_moe": {0}, "gpt_oss": set()}
+DENSE_LAYERS = {"qwen3_moe": {1}, "gpt_oss": set()}
+SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe")
+DENSE_LAYERS |= {family: {0} for family in SIGMOID}
 
 
 def parameter_names(model: str, hf: Path, *, grouped: bool, stages: int) -> set[str]:
@@ -59,7 +65,7 @@ def parameter_names(model: str, hf: Path, *, grouped: bool, stages: int) -> set[
 
 
 def _layer(model: str, family: str, moe: bool, grouped: bool) -> Iterator[str]:
-    if family == "deepseek_v3":  # its down-projections share what the norm gives
+    if family in ("deepseek_v3", "kimi_k2"):  # its down-projections share what the norm gives
         yield "input_layernorm.weight"
     yield from (f"self_attention.{name}" for name in ATTENTION[model])
     kinds = ("weight", "bias") if family == "gpt_oss" else ("weight",)
@@ -74,9 +80,9 @@ def _layer(model: str, family: str, moe: bool, grouped: bool) -> Iterator[str]:
             for e in range(EXPERTS):
                 one = f"local_experts.{e}.{matrix}.{kind}"
                 yield f"mlp.experts.{matrix}.{kind}{e}" if grouped else f"mlp.experts.{one}"
-        if family in ("deepseek_v3", "glm4_moe"):
+        if family in SIGMOID:
             yield f"mlp.shared_experts.{matrix}.weight"
-    if family in ("deepseek_v3", "glm4_moe"):
+    if family in SIGMOID:
         yield "mlp.router.expert_bias"
 
 

@@ -15,7 +15,7 @@ from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import MODELS
-from tests.te.names import parameter_names
+from tests.te.names import DENSE_LAYERS, parameter_names
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +30,7 @@ def place(layout: dict[str, int], name: str) -> dict[str, int]:
 
 
 def fits(layout: dict[str, int], name: str) -> bool:
-    return "ep" not in layout or not name.startswith(("qwen3 ", "qwen3")) or "moe" in name
+    return "ep" not in layout or MODELS[name][0] in DENSE_LAYERS
 
 
 def run(pool: WorkerPool, function: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
@@ -129,5 +129,6 @@ def test_gradients_are_reduced_over_the_ranks_that_those_of_local_layers_are(
 
 def test_the_table_has_every_family() -> None:
     assert {family for family, _ in MODELS.values()} == {
-        *("qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss")
+        *("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"),
+        *("kimi_k2", "llama", "mistral"),
     }
