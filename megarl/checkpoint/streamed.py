@@ -1,0 +1,110 @@
+"""A model's weights from a Hugging Face folder into Megatron's distributed checkpoint format
+(torch_dist), and back, one parameter after another: no model is built, and memory holds what one
+mapping rule needs for one layer, one expert at a time.
+
+A checkpoint of weights is::
+
+    metadata.json     the format's name and version
+    .metadata         a pickle: every tensor's shape, dtype and chunks, and where each chunk lies
+    __0_0.distcp      the chunks one after another, each as ``torch.save`` writes a tensor; before
+                      them what is not a tensor, of which a model has nothing
+
+Upstream's own writer keeps the last chunk of every tensor until a file is complete (torch 2.13,
+``_write_files_from_queue``): its files are written here, its ``.metadata`` by it.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megarl.models.hf_complete import check_complete
+from megarl.models.hf_io import HfCheckpoint
+from megarl.models.mapping import ModelMapping
+from megarl.models.sharded import Chunk, Place, megatron_mapping, parameter_names, place_of
+from megarl.models.spec import ModelSpec
+from megarl.rundir import write_json
+
+_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_COMMON = "common_state/shard_0_1"  # what is not a tensor
+_FILE = "__0_0.distcp"
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> None:
+    """Every weight of ``source`` into ``folder``, which is empty; complete when this returns.
+
+    Raises DataError when a tensor is missing, unknown, or of another shape than config.json
+    implies, before anything is written.
+    """
+    check_complete(source, spec, ())
+    mapping = megatron_mapping(spec)
+    places = {name: place_of(mapping, name) for name in parameter_names(mapping)}
+    with (folder / _FILE).open("wb") as file:
+        results = [_write(file, MetadataIndex(_COMMON), _bytes([{}]))]
+        for name, place in places.items():
+            tensor = _parameter(mapping, source, name).to(getattr(torch, place.dtype))
+            for chunk in place.chunks:
+                index = MetadataIndex(place.key, chunk.offsets)
+                results.append(_write(file, index, _part(tensor, chunk)))
+        file.flush()
+        os.fsync(file.fileno())
+    writer = FileSystemWriter(folder)
+    writer.finish(Metadata(_tensors(list(places.values()))), [results])
+    write_json(folder / "metadata.json", _FORMAT)
+
+
+def _parameter(mapping: ModelMapping, source: HfCheckpoint, name: str) -> Tensor:
+    index = mapping.slice_of(name)
+    return mapping.to_megatron(name, [source.get(hf, index) for hf in mapping.hf_names(name)])
+
+
+def _part(tensor: Tensor, chunk: Chunk) -> Tensor:
+    """In memory of its own: ``torch.save`` writes all of a tensor's."""
+    rows = tensor[chunk.begin : chunk.end]
+    return (rows if len(rows) == len(tensor) else rows.clone()).view(chunk.sizes)
+
+
+def _bytes(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
+
+
+def _write(file: Any, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
+    begin = file.tell()
+    if isinstance(data, Tensor):
+        torch.save(data, file)
+    else:
+        file.write(data.getbuffer())
+    length = file.tell() - begin
+    return WriteResult(index, length, _StorageInfo(_FILE, begin, length))
+
+
+def _tensors(places: Sequence[Place]) -> dict[str, Any]:
+    """Of ``.metadata``: every tensor, with its chunks."""
+    found: dict[str, Any] = {_COMMON: BytesStorageMetadata()}
+    for place in places:
+        properties = TensorProperties(dtype=getattr(torch, place.dtype))
+        size = torch.Size(place.shape)
+        tensor = found.setdefault(place.key, TensorStorageMetadata(properties, size, []))
+        tensor.chunks += [
+            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in place.chunks
+        ]
+    return found
