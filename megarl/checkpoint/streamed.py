@@ -15,7 +15,7 @@ Upstream's own writer keeps the last chunk of every tensor until a file is compl
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.checkpoint.stored import StoredWeights
 from megarl.models.hf_complete import check_complete
-from megarl.models.hf_io import HfCheckpoint
+from megarl.models.hf_io import Entry, HfCheckpoint, write_checkpoint
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import Chunk, Place, megatron_mapping, parameter_names, place_of
 from megarl.models.spec import ModelSpec
@@ -44,7 +45,11 @@ _COMMON = "common_state/shard_0_1"  # what is not a tensor
 _FILE = "__0_0.distcp"
 
 
-# ---- writing -------------------------------------------------------------------------------------
+def _places(mapping: ModelMapping) -> dict[str, Place]:
+    return {name: place_of(mapping, name) for name in parameter_names(mapping)}
+
+
+# ---- importing -----------------------------------------------------------------------------------
 
 
 def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> None:
@@ -55,19 +60,24 @@ def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> None:
     """
     check_complete(source, spec, ())
     mapping = megatron_mapping(spec)
-    places = {name: place_of(mapping, name) for name in parameter_names(mapping)}
+    places = _places(mapping)
     with (folder / _FILE).open("wb") as file:
         results = [_write(file, MetadataIndex(_COMMON), _bytes([{}]))]
         for name, place in places.items():
-            tensor = _parameter(mapping, source, name).to(getattr(torch, place.dtype))
-            for chunk in place.chunks:
-                index = MetadataIndex(place.key, chunk.offsets)
-                results.append(_write(file, index, _part(tensor, chunk)))
+            results += _write_parameter(file, place, _parameter(mapping, source, name))
         file.flush()
         os.fsync(file.fileno())
     writer = FileSystemWriter(folder)
     writer.finish(Metadata(_tensors(list(places.values()))), [results])
     write_json(folder / "metadata.json", _FORMAT)
+
+
+def _write_parameter(file: Any, place: Place, tensor: Tensor) -> list[WriteResult]:
+    tensor = tensor.to(getattr(torch, place.dtype))
+    return [
+        _write(file, MetadataIndex(place.key, chunk.offsets), _part(tensor, chunk))
+        for chunk in place.chunks
+    ]
 
 
 def _parameter(mapping: ModelMapping, source: HfCheckpoint, name: str) -> Tensor:
@@ -108,3 +118,30 @@ def _tensors(places: Sequence[Place]) -> dict[str, Any]:
             ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in place.chunks
         ]
     return found
+
+
+# ---- exporting -----------------------------------------------------------------------------------
+
+
+def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path) -> None:
+    """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
+    without, as the Hugging Face folder ``out``: whole or not at all (``hf_io.write_checkpoint``).
+
+    Raises DataError, before anything is written, when a tensor is missing or of another shape than
+    the model's.
+    """
+    mapping = megatron_mapping(spec)
+    stored = StoredWeights(folder)
+    places = _places(mapping)
+    stored.check(list(places.values()))
+    tensors = _exported(mapping, places, stored)
+    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from)
+
+
+def _exported(
+    mapping: ModelMapping, places: dict[str, Place], stored: StoredWeights
+) -> Iterator[tuple[str, Tensor | Entry]]:
+    for name, place in places.items():
+        index = mapping.slice_of(name)
+        for hf, tensor in mapping.to_hf(name, [stored.read(place)]):
+            yield hf, tensor if index is None else Entry(index, tensor)

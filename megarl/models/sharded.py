@@ -44,6 +44,7 @@ class Place:
 
     key: str
     shape: tuple[int, ...]
+    parameter: tuple[int, ...]  # its own shape
     dtype: str
     chunks: tuple[Chunk, ...]
 
@@ -81,7 +82,7 @@ def place_of(mapping: ModelMapping, name: str) -> Place:
         for i in range(count)
     )
     whole = shape if expert is None else (mapping.spec.experts, *shape)
-    return Place(key, whole, rule.dtype or mapping.spec.dtype, chunks)
+    return Place(key, whole, shape, rule.dtype or mapping.spec.dtype, chunks)
 
 
 def _key(spec: ModelSpec, name: str) -> tuple[str, int | None]:

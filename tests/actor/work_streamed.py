@@ -1,7 +1,5 @@
 """What workers do in ``test_streamed.py``."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,9 @@ Layout = dict[str, int]
 Chunks = dict[tuple[str, tuple[int, ...]], Any]
 
 
-@contextmanager
-def model_of(hf: Path, parallel: Parallel) -> Iterator[Any]:
+def model_of(hf: Path, parallel: Parallel) -> Any:
     spec = read_spec(hf)
-    yield build_model(spec, parallel, getattr(torch, spec.dtype))
+    return build_model(spec, parallel, getattr(torch, spec.dtype))
 
 
 def chunks(rank: int, models: dict[str, Path], layout: Layout) -> dict[str, Chunks]:
@@ -42,8 +39,8 @@ def chunks(rank: int, models: dict[str, Path], layout: Layout) -> dict[str, Chun
 
 
 def _chunks(hf: Path, parallel: Parallel) -> Chunks:
-    with model_of(hf, parallel) as model:
-        state = _model_state(model, parallel)
+    model = model_of(hf, parallel)
+    state = _model_state(model, parallel)
     apply_factories(state)
     found: Chunks = {}
     for tensor in nested_values(state):
@@ -71,25 +68,26 @@ def differences(
 
 
 def _differences(hf: Path, path: Path, parallel: Parallel) -> list[str]:
-    with model_of(hf, parallel) as model:
-        load_hf_weights(model, open_checkpoint(hf), read_spec(hf), parallel)
-        expected = {name: weight.clone() for name, weight in global_weights(model, parallel)}
-        with torch.no_grad():
-            for _, weight in global_weights(model, parallel):
-                weight.add_(0.25)
-        load_model(model, parallel, path)
-        found = dict(global_weights(model, parallel))
+    model = model_of(hf, parallel)
+    load_hf_weights(model, open_checkpoint(hf), read_spec(hf), parallel)
+    expected = {name: weight.clone() for name, weight in global_weights(model, parallel)}
+    with torch.no_grad():
+        for _, weight in global_weights(model, parallel):
+            weight.add_(0.25)
+    load_model(model, parallel, path)
+    found = dict(global_weights(model, parallel))
     assert found.keys() == expected.keys()
     other = [name for name, weight in found.items() if not torch.equal(weight, expected[name])]
     return [*other, str(len(found))]
 
 
-def save(rank: int, hf: Path, path: Path, layout: Layout) -> None:
+def save(rank: int, models: dict[str, Path], paths: dict[str, Path], layout: Layout) -> None:
     """By upstream's writer."""
     parallel = init_parallel(mesh_of(layout), seed=1, timeout_s=60)
     try:
-        with model_of(hf, parallel) as model:
+        for name, hf in models.items():
+            model = model_of(hf, parallel)
             load_hf_weights(model, open_checkpoint(hf), read_spec(hf), parallel)
-            save_model(model, parallel, path)
+            save_model(model, parallel, paths[name])
     finally:
         parallel_state.destroy_model_parallel()
