@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from megarl.errors import DataError
 from megarl.models.sharded import Place
 
-_PIECE = 2**24  # bytes read at once
+_PIECE = 2**20  # bytes read at once
 
 
 def read_metadata(folder: Path) -> Metadata:
