@@ -2,21 +2,17 @@
 """Turn a Hugging Face folder into a Megatron checkpoint that ``model.load`` reads, in any layout::
 
 python tools/convert_hf_to_megatron.py runs/demo/model runs/demo/model_megatron
+
+No model is built: memory holds one parameter of one layer, one expert at a time.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from megarl.actor.load import load_hf_weights
-from megarl.actor.model import build_model
-from megarl.actor.setup import destroy_parallel, init_parallel
-from megarl.actor.state import save_model
 from megarl.checkpoint.manager import publish_model
+from megarl.checkpoint.streamed import write_weights
 from megarl.errors import MegarlError
-from megarl.mesh import Mesh
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import read_spec
 
@@ -24,15 +20,9 @@ from megarl.models.spec import read_spec
 def convert(source: Path, out: Path) -> None:
     spec = read_spec(source)
     checkpoint = open_checkpoint(source)
-    parallel = init_parallel(Mesh(), seed=0, timeout_s=600)
-    try:
-        model = build_model(spec, parallel, getattr(torch, spec.dtype))
-        load_hf_weights(model, checkpoint, spec, parallel)
-        publish_model(
-            out, spec.as_json(), source, lambda folder: save_model(model, parallel, folder)
-        )
-    finally:
-        destroy_parallel()
+    publish_model(
+        out, spec.as_json(), source, lambda folder: write_weights(folder, checkpoint, spec)
+    )
     print(f"{out}: {len(checkpoint.names())} tensors from {source}")
 
 

@@ -3,40 +3,23 @@
 folder::
 
 python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
+
+No model is built: memory holds one parameter of one layer, one expert at a time.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from megarl.actor.export import MegatronWeights
-from megarl.actor.model import build_model
-from megarl.actor.setup import destroy_parallel, init_parallel
-from megarl.actor.state import load_model
 from megarl.checkpoint.manager import HF, MEGATRON, MODEL, read_json
+from megarl.checkpoint.streamed import export_weights
 from megarl.errors import MegarlError
-from megarl.mesh import Mesh
-from megarl.models.hf_io import write_checkpoint
-from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
 
 
 def convert(source: Path, out: Path) -> None:
     spec = ModelSpec.from_json(read_json(source / MODEL))
-    parallel = init_parallel(Mesh(), seed=0, timeout_s=600)
-    try:
-        model = build_model(spec, parallel, getattr(torch, spec.dtype))
-        load_model(model, parallel, source / MEGATRON)
-        write_checkpoint(
-            out,
-            MegatronWeights(model, spec, parallel).tensors(),
-            mapping_for(spec).hf_spec(),
-            metadata_from=source / HF,
-        )
-    finally:
-        destroy_parallel()
+    export_weights(source / MEGATRON, out, spec, metadata_from=source / HF)
     print(f"{out}: from {source}")
 
 

@@ -5,7 +5,8 @@ together; which modules are at hand is in ``modules.py``, what a module computes
 configuration (``arguments.py``).
 
 Checkpoint keys are those of Transformer Engine's spec, where norms belong to the projections behind
-them, so that models of either kind, on CPU and on GPU, read each other's files.
+them (``models/sharded.py``), so that models of either kind, on CPU and on GPU, read each other's
+files.
 """
 
 from functools import partial
@@ -27,15 +28,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from megarl.actor.modules import Modules
 from megarl.actor.router import Router
+from megarl.models.sharded import norm_keys
 from megarl.models.spec import ModelSpec
-
-# Names of norms that are modules of their own -> names in files
-_ATTENTION_NORM = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_LATENT_NORMS = {
-    f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
-    for x in ("q", "kv")
-}
-_DENSE_NORM = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_spec(
@@ -44,9 +38,6 @@ def layer_spec(
     """One transformer layer, with experts or without. ``grouped_gemm``: a rank's experts are one
     module of Transformer Engine.
     """
-    keys = _LATENT_NORMS if spec.mla else _ATTENTION_NORM
-    if not moe:
-        keys = {**keys, **_DENSE_NORM}
     # Latent attention takes what the norm gives twice, a MoE layer three times.
     norm, qkv = (modules.norm, None) if spec.mla else modules.norm_and_column
     mlp_norm, fc1 = (modules.norm, None) if moe else modules.norm_and_column
@@ -61,7 +52,7 @@ def layer_spec(
             pre_mlp_layernorm=mlp_norm,
             mlp=_experts(modules, grouped_gemm) if moe else _dense_mlp(modules, fc1),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map={} if modules.fused else keys,
+            sharded_state_dict_keys_map={} if modules.fused else norm_keys(spec, moe=moe),
         ),
     )
 

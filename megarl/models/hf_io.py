@@ -24,7 +24,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,14 @@ class _Place:
     dtype: torch.dtype
     begin: int  # absolute, in bytes
     end: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """``values`` is ``tensor[index]`` of a tensor that comes entry by entry."""
+
+    index: int
+    values: Tensor
 
 
 class HfCheckpoint:
@@ -130,16 +138,16 @@ def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
 
 def write_checkpoint(
     out: Path,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, Tensor | Entry]],
     specs: Sequence[TensorSpec],
     metadata_from: Path,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write a Hugging Face folder that holds exactly ``specs`` and the source's other files.
 
-    ``tensors`` may come in any order and is consumed one at a time. The folder appears whole or not
-    at all. Raises DataError when it already holds something, or when a tensor is missing, unknown,
-    comes twice, or has another shape or dtype than announced.
+    ``tensors`` may come in any order, each whole or in entries, and is consumed one at a time. The
+    folder appears whole or not at all. Raises DataError when it already holds something, or when a
+    tensor is missing, unknown, comes twice, or has another shape or dtype than announced.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -289,12 +297,15 @@ def _plan_shard(file: str, specs: Sequence[TensorSpec]) -> _Shard:
 
 
 def _write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], shards: list[_Shard]
+    folder: Path, tensors: Iterable[tuple[str, Tensor | Entry]], shards: list[_Shard]
 ) -> None:
     waiting = {
-        name: (shard.file, *place) for shard in shards for name, place in shard.specs.items()
+        name: (folder / shard.file, *place)
+        for shard in shards
+        for name, place in shard.specs.items()
     }
     names = set(waiting)
+    entries: dict[str, set[int]] = {}  # that are still to come
     for shard in shards:
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
@@ -303,8 +314,18 @@ def _write_tensors(
         if name not in waiting:
             why = "came twice" if name in names else "is not part of the announced model"
             raise DataError(f"tensor {name} {why}")
-        file_name, spec, offset = waiting.pop(name)
-        _write_tensor(folder / file_name, tensor, spec, offset)
+        path, spec, offset = waiting[name]
+        if isinstance(tensor, Entry):
+            left = entries.setdefault(name, set(range(spec.shape[0])))
+            if tensor.index not in left:
+                raise DataError(f"tensor {name}: entry {tensor.index} came twice, or is none")
+            left.remove(tensor.index)
+            spec = replace(spec, shape=spec.shape[1:])
+            _write_tensor(path, tensor.values, spec, offset + tensor.index * _nbytes(spec))
+        else:
+            _write_tensor(path, tensor, spec, offset)
+        if not entries.get(name):
+            del waiting[name]
     if waiting:
         first = ", ".join(list(waiting)[:5])
         raise DataError(f"{len(waiting)} announced tensors never came: {first}")

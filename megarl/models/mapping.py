@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from megarl.errors import DataError, Problem
@@ -136,6 +137,16 @@ class ModelMapping:
             if not (rule.tied_to and self.spec.tie_embeddings)
             for copy in self._copies(rule)
         }
+
+    def rule_of(self, name: str) -> Rule:
+        """Raises DataError for a parameter no rule knows."""
+        return self._match(name).rule
+
+    def full_shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter in Megatron, rows of padding included."""
+        match = self._match(name)
+        tensors = [torch.empty(shape, device="meta") for _, shape in match.hf(self._dims)]
+        return tuple(self._operator(match).to_megatron(tensors, self.spec).shape)
 
     def is_expert(self, name: str) -> bool:
         return self._match(name).rule.where == "expert"

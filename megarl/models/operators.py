@@ -61,7 +61,7 @@ class Copy:
         return tensor if self.axis is None else _part(tensor, rank, size, self.axis)
 
     def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return shards[0] if self.axis is None else torch.cat(list(shards), self.axis)
+        return shards[0] if self.axis is None else _joined(shards, self.axis)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Qkv:
         return _part(tensor, rank, size, 0)
 
     def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(shards), 0)
+        return _joined(shards, 0)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ class GateUp:
         return torch.cat([_part(half, rank, size, 0) for half in tensor.chunk(2, 0)], 0)
 
     def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
+        if len(shards) == 1:
+            return shards[0]
         halves = [shard.chunk(2, 0) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
 
@@ -172,7 +174,7 @@ class Vocab:
         return _part(tensor, rank, size, 0)
 
     def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(shards), 0)
+        return _joined(shards, 0)
 
 
 OPERATORS: dict[str, Callable[[int], Operator]] = {  # name in a table -> made for a padded vocab
@@ -190,6 +192,11 @@ OPERATORS: dict[str, Callable[[int], Operator]] = {  # name in a table -> made f
 def _swapped(tensor: Tensor) -> Tensor:
     """A matrix transposed; a bias as it is."""
     return tensor.transpose(0, -1)
+
+
+def _joined(shards: Sequence[Tensor], axis: int) -> Tensor:
+    """One shard is the whole: a copy of it would double what an export needs."""
+    return torch.cat(list(shards), axis) if len(shards) > 1 else shards[0]
 
 
 def _part(tensor: Tensor, rank: int, size: int, axis: int) -> Tensor:

@@ -231,7 +231,7 @@ def logprob_gradients(
 
 
 def convert(rank: int, tool: str, source: Path, out: Path) -> str | None:
-    """Run a converter of tools/ here; what it refused, or None. It ends the process group."""
+    """Run a converter of tools/ here; what it refused, or None."""
     import importlib.util
 
     path = Path(__file__).parents[2] / "tools" / f"{tool}.py"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.errors import DataError
 from megarl.models.hf_complete import check_complete
-from megarl.models.hf_io import INDEX, open_checkpoint, write_checkpoint
+from megarl.models.hf_io import INDEX, Entry, open_checkpoint, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.types import TensorSpec
@@ -85,6 +85,35 @@ def test_tensors_may_come_in_any_order(saved: Saved, sharded: Path, tmp_path: Pa
     write_checkpoint(tmp_path / "back", backwards, specs, source, SHARD_BYTES)
     for file in sharded.iterdir():
         assert file.read_bytes() == (tmp_path / "back" / file.name).read_bytes(), file.name
+
+
+ENTRIES = torch.arange(24.0).view(3, 2, 4)
+STACKED = [TensorSpec("stacked", (3, 2, 4), "float32")]
+
+
+def test_entries_of_a_tensor_may_come_one_by_one(saved: Saved, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    entries = [("stacked", Entry(i, ENTRIES[i])) for i in (2, 0, 1)]
+    write_checkpoint(out, entries, STACKED, saved("moe"))
+    assert torch.equal(load_file(out / "model.safetensors")["stacked"], ENTRIES)
+
+
+@pytest.mark.parametrize(
+    ("order", "named"),
+    [
+        ((2, 0), "1 announced tensors never came: stacked"),
+        ((2, 2, 0, 1), "tensor stacked: entry 2 came twice, or is none"),
+        ((0, 3), "tensor stacked: entry 3 came twice, or is none"),
+        ((0, 1, 2, 0), "tensor stacked came twice"),
+    ],
+)
+def test_entries_that_do_not_make_up_the_tensor_are_refused(
+    saved: Saved, tmp_path: Path, order: tuple[int, ...], named: str
+) -> None:
+    entries = [("stacked", Entry(i, ENTRIES[min(i, 2)])) for i in order]
+    with pytest.raises(DataError, match=named):
+        write_checkpoint(tmp_path / "out", entries, STACKED, saved("moe"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_below_the_limit_is_one_file(saved: Saved, tmp_path: Path) -> None:
