@@ -54,7 +54,7 @@ OWNERS = {
     "urllib.request": ["rollout/*"],
     "http.client": ["rollout/*"],
     "transformers": ["rollout/embedded*", "data/tokenizer.py"],
-    "safetensors": ["models/hf_io.py", "sync/disk.py"],
+    "safetensors": ["sync/disk.py"],
     "matplotlib": ["monitor/*", "cli.py"],
     "tensorboard": ["monitor/*", "cli.py"],
     "torch.utils.tensorboard": ["monitor/*", "cli.py"],

@@ -43,7 +43,7 @@ from megarl.config.schema import Config
 from megarl.experience import complete_plan, make_plan
 from megarl.mesh import Mesh
 from megarl.models.flops import pass_flops
-from megarl.models.hf_io import write_checkpoint
+from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.monitor.metrics import reduce_metrics

@@ -34,7 +34,7 @@ from megarl.algos.objective import Objective
 from megarl.config.schema import Config
 from megarl.data.kept_rows import Fault
 from megarl.models.frozen import frozen_parameters
-from megarl.models.hf_io import open_checkpoint
+from megarl.models.hf_complete import open_model
 from megarl.models.spec import ModelSpec
 from megarl.types import ONLY_POLICY, Coefficients, PackedBatch, StepMetrics, TrainPlan
 
@@ -140,10 +140,11 @@ def build_actor(
     """Model, optimizer and schedule for ``config``. Initial weights are those of ``model.hf``
     unless a checkpoint is loaded afterwards (``actor/state.py``). Collective."""
     dtype = dtype_of(config.precision)
+    source = open_model(config.model.hf, spec) if config.model.load is None else None
     core = build_model(spec, parallel, dtype, transformer_options(config, spec))
     install_fp8(core, parallel, config.precision.fp8)
-    if config.model.load is None:
-        load_hf_weights(core, open_checkpoint(config.model.hf), spec, parallel)
+    if source is not None:
+        load_hf_weights(core, source, spec, parallel)
     frozen = frozen_parameters(config.train.frozen, spec)
     for name, parameter in global_parameters(core, parallel):
         if frozen.is_frozen(name):

@@ -29,7 +29,8 @@ from megarl.config.schema import Config
 from megarl.data.kept_rows import Fault
 from megarl.errors import DataError
 from megarl.hostcomm import broadcast_json
-from megarl.models.hf_io import HfCheckpoint, open_checkpoint
+from megarl.models.hf_complete import open_model
+from megarl.models.hf_io import HfCheckpoint
 from megarl.models.spec import ModelSpec
 from megarl.types import PackedBatch, StepMetrics, TrainPlan
 
@@ -139,16 +140,18 @@ def build_critic(
     """
     dtype = dtype_of(config.precision)
     untied = replace(spec, tie_embeddings=False, mtp_layers=0)
+    source = None
+    if config.critic_load is None:
+        source = open_model(config.critic_hf, spec, extra=_EXTRA)
     with parallel.active():
         core = build_model(untied, parallel, dtype, transformer_options(config, spec))
         install_fp8(core, parallel, config.precision.fp8)
         if core[-1].post_process:
             core[-1].output_layer = ValueHead(core[-1].config, parallel)
-        if config.critic_load is None:
-            checkpoint = open_checkpoint(config.critic_hf)
-            load_hf_weights(core, checkpoint, spec, parallel, but=HEAD, extra=_EXTRA)
-            if core[-1].post_process and _SCORE in checkpoint.names():
-                _copy_score(checkpoint, core[-1].output_layer.weight)
+        if source is not None:
+            load_hf_weights(core, source, spec, parallel, but=HEAD, extra=_EXTRA)
+            if core[-1].post_process and _SCORE in source.names():
+                _copy_score(source, core[-1].output_layer.weight)
         own = config.model_copy(update={"optim": config.critic_optim})
         training = in_training(core, dtype, own, optimizer_steps)
     critic = MegatronCritic(

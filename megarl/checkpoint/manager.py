@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
-from megarl.models.hf_io import COPIED
+from megarl.models.hf_files import copy_beside
 from megarl.rundir import write_json
 
 _NAME = re.compile(r"step_(\d+)")
@@ -76,7 +76,7 @@ class CheckpointManager:
         def publish() -> None:
             write_json(part / LOOP, {"step": step, **loop_state})
             write_json(part / MODEL, model)
-            copy_hf_files(hf_files, part / HF)
+            copy_beside(hf_files, part / HF)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
             for old in self.complete_steps(self.folder)[: -self.keep]:
@@ -123,19 +123,11 @@ def publish_model(
         (part / MEGATRON).mkdir(parents=True)
         write(part / MEGATRON)
         write_json(part / MODEL, model)
-        copy_hf_files(hf_files, part / HF)
+        copy_beside(hf_files, part / HF)
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
-
-
-def copy_hf_files(source: Path, target: Path) -> None:
-    """Config and tokenizer of a Hugging Face folder: everything but weights."""
-    target.mkdir(parents=True, exist_ok=True)
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

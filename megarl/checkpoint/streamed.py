@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.stored import StoredWeights
 from megarl.models.hf_complete import check_complete
-from megarl.models.hf_io import Entry, HfCheckpoint, write_checkpoint
+from megarl.models.hf_io import HfCheckpoint
+from megarl.models.hf_write import Entry, write_checkpoint
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import Chunk, Place, megatron_mapping, parameter_names, place_of
 from megarl.models.spec import ModelSpec
@@ -125,7 +126,8 @@ def _tensors(places: Sequence[Place]) -> dict[str, Any]:
 
 def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path) -> None:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, as the Hugging Face folder ``out``: whole or not at all (``hf_io.write_checkpoint``).
+    without, as the Hugging Face folder ``out``:
+    whole or not at all (``hf_write.write_checkpoint``).
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
     the model's.

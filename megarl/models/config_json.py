@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError, Problem
+from megarl.models.hf_fp8 import KEY, quantization_problems
 from megarl.models.parts import Llama3, Yarn
 
 HARMLESS: dict[str, tuple[object, ...]] = {  # key -> values that change nothing of what is computed
@@ -24,7 +25,6 @@ HARMLESS: dict[str, tuple[object, ...]] = {  # key -> values that change nothing
     "use_qk_norm": (True,),
     "attention_dropout": (0, 0.0),
     "num_nextn_predict_layers": (0,),
-    "quantization_config": (),
 }
 _YARN = (
     "factor",
@@ -53,9 +53,9 @@ class ConfigReader:
     @staticmethod
     def of_folder(hf_dir: Path) -> "ConfigReader":
         path, generation = hf_dir / "config.json", hf_dir / "generation_config.json"
-        values = _read_object(path)
+        values = read_object(path)
         return ConfigReader(
-            values, str(path), _read_object(generation) if generation.exists() else None
+            values, str(path), read_object(generation) if generation.exists() else None
         )
 
     def complain(self, key: str, found: object, accepted: str) -> None:
@@ -127,6 +127,8 @@ class ConfigReader:
         for key, accepted in HARMLESS.items():
             if key not in reads:
                 self.only(key, *accepted)
+        if KEY not in reads:
+            self.problems += quantization_problems(self.values)
         if "layer_types" not in reads:
             self._all_layers_alike(layers)
         heads = self.count("num_attention_heads")
@@ -315,7 +317,8 @@ def _as_float(value: object) -> object:
     return float(value) if isinstance(value, int | float) else value
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that must hold an object. Raises DataError naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:

@@ -1,380 +1,203 @@
-"""Hugging Face checkpoints on disk: checked before anything is allocated, handled tensor by tensor.
+"""Hugging Face checkpoints on disk, read: checked before anything is allocated.
 
-A ``.safetensors`` file is::
-
-    u64 little-endian N | N bytes of JSON {name: {"dtype", "shape", "data_offsets"}} | data
-
-with ``[begin, end]`` offsets from the end of the JSON. A model of several files also has
-``model.safetensors.index.json`` with {"weight_map": {name: file}}. What must hold, and is checked
-when a folder is opened:
-
-1. every file the index names is there, no other ``.safetensors`` file is;
-2. every file is exactly as long as its header says, and its tensors fill the data without holes;
-3. the index and the headers name the same tensors in the same files, each once;
-4. every tensor is float32 or bfloat16.
-
-Files are read, not mapped: a file cut short while the program runs is an error, not a crash.
-Writing needs the list of tensors beforehand. Every place in every file is then known, tensors go
-straight to disk in whatever order they come, and the folder appears only when all have come.
+``hf_headers.py`` says what a folder must be like; ``hf_fp8.py`` how FP8 lies in it, which is read
+as the values that codes and scales stand for; ``hf_write.py`` writes one. Bytes are read with
+``pread``, only those of the slice asked for, and never mapped: a file cut short while the program
+runs is an error, not a crash, and memory is that of the slice.
 """
 
-import json
 import math
 import os
-import shutil
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.types import TensorSpec
+from megarl.models.config_json import read_object
+from megarl.models.hf_fp8 import SCALE, Fp8Blocks, quantization_problems, scale_faults
+from megarl.models.hf_headers import Place, fault_list, read_headers
+from megarl.ops.fp8_block import fp8_block_dequant
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-COPIED = (  # beside the weights; whichever of them the source folder has
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_CODES = {"F32": torch.float32, "BF16": torch.bfloat16}
-_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
-
-
-@dataclass(frozen=True)
-class _Place:
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    begin: int  # absolute, in bytes
-    end: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """``values`` is ``tensor[index]`` of a tensor that comes entry by entry."""
-
-    index: int
-    values: Tensor
+Span = tuple[int, int]  # [begin, end) of a dimension
 
 
 class HfCheckpoint:
-    """The tensors of a Hugging Face folder; nothing but headers is in memory until ``get``."""
+    """The tensors of a Hugging Face folder; nothing but headers is in memory until ``get``.
 
-    def __init__(self, folder: Path, places: dict[str, _Place]) -> None:
+    Where a weight lies in FP8 blocks, its scales are no tensor of their own: the weight has
+    ``dtype``, the one config.json declares.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        places: dict[str, Place],
+        *,
+        blocks: Fp8Blocks | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        unread: Iterable[str] = (),
+    ) -> None:
+        """``unread``: tensors of which ``inspect_folder``'s faults speak already."""
         self.folder = folder
+        self.unread = frozenset(unread)
         self._places = places
+        self._blocks = blocks
+        self._dtype = dtype
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return [name for name in self._places if not self._is_scale(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._place(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._place(name).dtype
+        """Of what ``get`` returns."""
+        place = self._place(name)
+        return self._dtype if _in_codes(place) else place.dtype
 
-    def get(self, name: str, index: int | None = None) -> Tensor:
-        """The tensor, or ``tensor[index]``, in memory of its own, in the dtype of the file. Nothing
-        else is read.
+    def get(
+        self,
+        name: str,
+        index: int | None = None,
+        *,
+        rows: Span | None = None,
+        columns: Span | None = None,
+    ) -> Tensor:
+        """The tensor, or ``tensor[index]``, in memory of its own; of that, ``rows`` of its first
+        dimension and ``columns`` of its second. Nothing else is read, but for FP8 what shares a
+        block with it.
+
+        Raises DataError when the file has become shorter, or where codes or scales of FP8 are not
+        finite.
         """
         place = self._place(name)
-        begin, end, shape = place.begin, place.end, place.shape
-        if index is not None:
-            size, shape = (end - begin) // shape[0], shape[1:]
-            begin, end = begin + index * size, begin + (index + 1) * size
-        if begin == end:
-            return torch.empty(shape, dtype=place.dtype)
-        buffer = bytearray(end - begin)
-        with place.file.open("rb") as file:
-            file.seek(begin)
-            if file.readinto(buffer) != len(buffer):
-                raise DataError(f"{place.file}: cut short while open; tensor {name} is incomplete")
-        return torch.frombuffer(buffer, dtype=place.dtype).reshape(shape)
+        if not _in_codes(place):
+            return _read(place, name, index, rows, columns)
+        if index is None and len(place.shape) == 3:
+            first, last = rows or (0, place.shape[0])
+            low, high = columns or (0, place.shape[1])
+            out = torch.empty(last - first, high - low, place.shape[2], dtype=self._dtype)
+            for i in range(first, last):
+                out[i - first] = self.get(name, i, rows=(low, high))
+            return out
+        return self._dequantised(place, name, index, rows, columns)
 
-    def _place(self, name: str) -> _Place:
-        if name not in self._places:
+    def _dequantised(
+        self, place: Place, name: str, index: int | None, rows: Span | None, columns: Span | None
+    ) -> Tensor:
+        assert self._blocks is not None
+        spans = (rows or (0, place.shape[-2]), columns or (0, place.shape[-1]))
+        grid = [
+            (begin // size, -(-end // size))
+            for (begin, end), size in zip(spans, self._blocks.block, strict=True)
+        ]
+        whole = [
+            (low * size, end)
+            for (low, _), size, (_, end) in zip(grid, self._blocks.block, spans, strict=True)
+        ]
+        codes = _read(place, name, index, *whole)
+        scales = _read(self._places[name + SCALE], name + SCALE, index, *grid)
+        values = fp8_block_dequant(codes, scales, block=self._blocks.block, dtype=self._dtype)
+        wrong = scales.numel() and not (scales >= 0).all()
+        if wrong or (values.numel() and not all(x.isfinite() for x in torch.aminmax(values))):
+            at = name if index is None else f"{name}[{index}]"
+            fault = "a scale is negative or NaN" if wrong else "codes times scales are not finite"
+            raise DataError(f"{place.file}: FP8 tensor {at} is damaged: {fault}")
+        (row, _), (column, _) = spans
+        return values[row - whole[0][0] :, column - whole[1][0] :].contiguous()
+
+    def _place(self, name: str) -> Place:
+        if name not in self._places or self._is_scale(name):
             raise DataError(f"{self.folder} holds no tensor {name}")
         return self._places[name]
 
+    def _is_scale(self, name: str) -> bool:
+        return self._blocks is not None and name.endswith(SCALE)
 
-def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
-    """Check every header against the index and the file sizes.
 
-    Raises DataError naming file and tensor.
+def inspect_folder(hf_dir: Path) -> tuple[HfCheckpoint, list[str]]:
+    """The folder by its headers, and every fault of its files. Only without faults may a tensor be
+    read.
+
+    Raises DataError where nothing says what the folder should hold.
     """
     folder = Path(hf_dir)
-    index = _read_index(folder)
-    files = [SINGLE] if index is None else sorted(set(index.values()))
-    stray = sorted({p.name for p in folder.glob("*.safetensors")} - set(files))
-    if stray:
-        raise DataError(f"{folder}: {', '.join(stray)} is not named in {INDEX}")
-    headers = {file: _read_header(folder / file) for file in files}
-    if index is None:
-        index = dict.fromkeys(headers[SINGLE], SINGLE)
-    for file, header in headers.items():
-        for name in header:
-            if index.get(name) != file:
-                but = f"puts it in {index[name]}" if name in index else "does not name it"
-                raise DataError(f"{folder / file} holds tensor {name}, but {INDEX} {but}")
-    for name, file in index.items():
-        if name not in headers[file]:
-            raise DataError(f"{folder / file} lacks tensor {name}, which {INDEX} puts there")
-    return HfCheckpoint(folder, {name: headers[file][name] for name, file in index.items()})
+    headers = read_headers(folder)
+    config = read_object(folder / "config.json") if (folder / "config.json").exists() else {}
+    problems = list(quantization_problems(config))
+    blocks = None if problems else Fp8Blocks.of(config)
+    faults = headers.faults + [f"{folder / 'config.json'}: {problem}" for problem in problems]
+    if not problems:
+        faults += scale_faults(headers.places, headers.unread, blocks)
+    declared = config.get("dtype") or config.get("torch_dtype")
+    dtype = torch.bfloat16 if declared == "bfloat16" else torch.float32  # as ``spec.dtype``
+    checkpoint = HfCheckpoint(
+        folder, headers.places, blocks=blocks, dtype=dtype, unread=headers.unread
+    )
+    return checkpoint, faults
 
 
-def write_checkpoint(
-    out: Path,
-    tensors: Iterable[tuple[str, Tensor | Entry]],
-    specs: Sequence[TensorSpec],
-    metadata_from: Path,
-    max_shard_bytes: int = 5 * 2**30,
-) -> None:
-    """Write a Hugging Face folder that holds exactly ``specs`` and the source's other files.
+def open_checkpoint(hf_dir: Path) -> HfCheckpoint:
+    """Check every header against the index, the file sizes and config.json's word on FP8.
 
-    ``tensors`` may come in any order, each whole or in entries, and is consumed one at a time. The
-    folder appears whole or not at all. Raises DataError when it already holds something, or when a
-    tensor is missing, unknown, comes twice, or has another shape or dtype than announced.
+    Raises DataError with every fault, naming file and tensor.
     """
-    out = Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} already exists; checkpoints are never overwritten")
-    part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
-        _write_tensors(part, tensors, _plan(specs, max_shard_bytes))
-        _copy_metadata(Path(metadata_from), part, specs)
-        os.replace(part, out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    _sync(out.parent)
+    checkpoint, faults = inspect_folder(hf_dir)
+    if faults:
+        raise fault_list(checkpoint.folder, faults)
+    return checkpoint
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
-    """{tensor: file}; None where one file needs no index."""
-    path = folder / INDEX
-    if not path.exists():
-        if (folder / SINGLE).exists():
-            return None
-        raise DataError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
-        weight_map = value["weight_map"]
-    except (ValueError, KeyError, TypeError) as e:
-        raise DataError(f'{path} is damaged: expected JSON with a "weight_map" ({e})') from e
-    for name, file in weight_map.items():
-        plain = isinstance(file, str) and Path(file).name == file
-        if not plain or not file.endswith(".safetensors"):
-            accepted = "accepted: a .safetensors file name"
-            raise DataError(f"{path}: tensor {name} lies in {file!r}; {accepted}")
-        if not (folder / file).exists():
-            raise DataError(f"{folder / file} is missing; {path.name} puts tensor {name} there")
-    return dict(weight_map)
+def _in_codes(place: Place) -> bool:
+    return place.dtype == torch.float8_e4m3fn
 
 
-def _read_header(path: Path) -> dict[str, _Place]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise DataError(f"{path} is truncated: {size} bytes, the header needs {length + 8}")
-        raw = file.read(length)
-    try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
-        header.pop("__metadata__", None)
-        places = {n: _read_entry(path, n, entry, 8 + length) for n, entry in header.items()}
-    except DataError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise DataError(f"{path}: the header is damaged ({e})") from e
-    end = 8 + length
-    for name, place in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if place.begin != end:
-            raise DataError(f"{path}: tensor {name} begins at byte {place.begin}, expected {end}")
-        end = place.end
-        if end > size:
-            where = f"tensor {name} ends at byte {end}, the file at {size}"
-            raise DataError(f"{path} is truncated: {where}")
-    if end != size:
-        raise DataError(f"{path} is {size} bytes long, its tensors end at byte {end}")
-    return places
+def _read(
+    place: Place, name: str, index: int | None, rows: Span | None, columns: Span | None
+) -> Tensor:
+    """As ``HfCheckpoint.get``, of what the file has."""
+    shape, begin, size = place.shape, place.begin, place.dtype.itemsize
+    if index is not None:
+        assert 0 <= index < shape[0], (name, index, shape)
+        shape = shape[1:]
+        begin += index * math.prod(shape) * size
+    pieces = [(begin, math.prod(shape) * size)]
+    if rows is not None or columns is not None:
+        pieces, shape = _pieces(begin, shape, size, rows, columns)
+    out = torch.empty(shape, dtype=place.dtype)
+    into = out.flatten().view(torch.uint8).numpy().data
+    with place.file.open("rb", buffering=0) as file:
+        for offset, length in pieces:
+            _fill(file.fileno(), into[:length], offset, place.file, name)
+            into = into[length:]
+    return out
 
 
-def _read_entry(path: Path, name: str, entry: Any, base: int) -> _Place:
-    code = entry["dtype"]
-    if code not in _CODES:
-        raise DataError(f"{path}: tensor {name} has dtype {code}; accepted: {', '.join(_CODES)}")
-    shape = tuple(int(n) for n in entry["shape"])
-    begin, end = (int(n) for n in entry["data_offsets"])
-    needed = math.prod(shape) * _CODES[code].itemsize
-    if min(shape, default=0) < 0 or begin < 0 or end - begin != needed:
-        raise DataError(
-            f"{path}: tensor {name} of shape {list(shape)} needs {needed} bytes, has {end - begin}"
-        )
-    return _Place(path, shape, _CODES[code], base + begin, base + end)
+def _pieces(
+    begin: int, shape: tuple[int, ...], size: int, rows: Span | None, columns: Span | None
+) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+    """((offset, bytes) of what lies together, the shape of all): ``columns`` of ``rows``."""
+    first, last = rows or (0, shape[0])
+    assert 0 <= first <= last <= shape[0], (shape, rows)
+    row = math.prod(shape[1:]) * size
+    if columns is None:
+        return [(begin + first * row, (last - first) * row)], (last - first, *shape[1:])
+    low, high = columns
+    assert 0 <= low <= high <= shape[1], (shape, columns)
+    column = math.prod(shape[2:]) * size
+    starts = range(begin + first * row + low * column, begin + last * row + low * column, row or 1)
+    wanted = (high - low) * column
+    return [(start, wanted) for start in starts], (last - first, high - low, *shape[2:])
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for key, item in pairs:
-        if key in value:
-            raise ValueError(f"the key {key} occurs twice")
-        value[key] = item
-    return value
-
-
-# ---- writing -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One file to be: its header, and where every tensor goes."""
-
-    file: str
-    header: bytes
-    specs: dict[str, tuple[TensorSpec, int]]  # name -> (spec, absolute offset)
-    size: int
-
-
-def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
-    groups: list[list[TensorSpec]] = [[]]
-    filled = 0
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise DataError(f"tensor {spec.name} is announced twice")
-        if spec.dtype not in _NAMES:
-            accepted = ", ".join(_NAMES)
-            raise DataError(f"tensor {spec.name}: dtype {spec.dtype}; accepted: {accepted}")
-        seen.add(spec.name)
-        if groups[-1] and filled + _nbytes(spec) > max_shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(spec)
-        filled += _nbytes(spec)
-    if len(groups) == 1:
-        return [_plan_shard(SINGLE, groups[0])]
-    total = len(groups)
-    return [
-        _plan_shard(f"model-{i:05d}-of-{total:05d}.safetensors", group)
-        for i, group in enumerate(groups, start=1)
-    ]
-
-
-def _plan_shard(file: str, specs: Sequence[TensorSpec]) -> _Shard:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in specs:
-        end = offset + _nbytes(spec)
-        entries[spec.name] = {
-            "dtype": _CODE_OF[_NAMES[spec.dtype]],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data aligned for readers that map the file
-    base = 8 + len(text)
-    places = {s.name: (s, base + entries[s.name]["data_offsets"][0]) for s in specs}
-    return _Shard(file, len(text).to_bytes(8, "little") + text, places, base + offset)
-
-
-def _write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, Tensor | Entry]], shards: list[_Shard]
-) -> None:
-    waiting = {
-        name: (folder / shard.file, *place)
-        for shard in shards
-        for name, place in shard.specs.items()
-    }
-    names = set(waiting)
-    entries: dict[str, set[int]] = {}  # that are still to come
-    for shard in shards:
-        with (folder / shard.file).open("wb") as file:
-            file.write(shard.header)
-            file.truncate(shard.size)
-    for name, tensor in tensors:
-        if name not in waiting:
-            why = "came twice" if name in names else "is not part of the announced model"
-            raise DataError(f"tensor {name} {why}")
-        path, spec, offset = waiting[name]
-        if isinstance(tensor, Entry):
-            left = entries.setdefault(name, set(range(spec.shape[0])))
-            if tensor.index not in left:
-                raise DataError(f"tensor {name}: entry {tensor.index} came twice, or is none")
-            left.remove(tensor.index)
-            spec = replace(spec, shape=spec.shape[1:])
-            _write_tensor(path, tensor.values, spec, offset + tensor.index * _nbytes(spec))
-        else:
-            _write_tensor(path, tensor, spec, offset)
-        if not entries.get(name):
-            del waiting[name]
-    if waiting:
-        first = ", ".join(list(waiting)[:5])
-        raise DataError(f"{len(waiting)} announced tensors never came: {first}")
-    if len(shards) > 1:
-        total = sum(_nbytes(spec) for shard in shards for spec, _ in shard.specs.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {name: shard.file for shard in shards for name in shard.specs},
-        }
-        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    for shard in shards:
-        _sync(folder / shard.file)
-
-
-def _write_tensor(path: Path, tensor: Tensor, spec: TensorSpec, offset: int) -> None:
-    if tuple(tensor.shape) != spec.shape or tensor.dtype != _NAMES[spec.dtype]:
-        found = f"{list(tensor.shape)} {tensor.dtype}"
-        announced = f"{list(spec.shape)} {spec.dtype}"
-        raise DataError(f"tensor {spec.name}: found {found}; announced {announced}")
-    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(raw.numpy().data)
-
-
-def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
-    """The source's files as they are, but for config.json's dtype if most weights have another."""
-    for name in COPIED:
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-    config_path = folder / "config.json"
-    if not config_path.exists():
-        raise DataError(f"{source} holds no config.json to go with the weights")
-    config = json.loads(config_path.read_text(encoding="utf-8"))
-    dtype, _ = Counter(spec.dtype for spec in specs).most_common(1)[0]
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if config.get(key) != dtype:
-        config[key] = dtype
-        config_path.write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def _nbytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * _NAMES[spec.dtype].itemsize
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _fill(handle: int, into: memoryview, offset: int, file: Path, name: str) -> None:
+    while into:
+        count = os.preadv(handle, [into], offset)
+        if not count:
+            raise DataError(f"{file}: cut short while open; tensor {name} is incomplete")
+        into, offset = into[count:], offset + count

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megarl.checkpoint.streamed import export_weights
 from megarl.errors import DataError
-from megarl.models.hf_io import open_checkpoint, write_checkpoint
+from megarl.models.hf_io import open_checkpoint
+from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.types import TensorSpec

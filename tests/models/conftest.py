@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.models.hf_io import write_checkpoint
+from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from tests.helpers import families

@@ -63,5 +63,7 @@ def test_one_missing_tensor_of_theirs_is_named(model: Path) -> None:
     def without(tensors: Tensors) -> None:
         del tensors[BEHIND + "eh_proj.weight"]
 
-    with pytest.raises(DataError, match=rf"1 faults.\n  missing {BEHIND}eh_proj.weight \[32, 64\]"):
+    with pytest.raises(
+        DataError, match=rf"1 fault\):\n  missing {BEHIND}eh_proj.weight \[32, 64\]"
+    ):
         check(model, without)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import DataError
-from megarl.models.hf_complete import check_complete
-from megarl.models.hf_io import INDEX, open_checkpoint
+from megarl.models.hf_complete import check_complete, open_model
+from megarl.models.hf_headers import INDEX
+from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import read_spec
 
 Saved = Callable[[str], Path]
@@ -167,6 +168,86 @@ def test_a_file_cut_short_after_it_was_opened(sharded: Path) -> None:
     os.truncate(shard_of(sharded, SOME), 10)
     with pytest.raises(DataError, match="cut short while open"):
         checkpoint.get(SOME)
+
+
+def test_all_faults_of_a_folder_are_named_together(sharded: Path) -> None:
+    """D4: of the index, of files and of tensors in one message, each thing once."""
+    index = json.loads((sharded / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    absent, cut, renamed, lacking = files[:4]
+    held = {file: [n for n, f in index["weight_map"].items() if f == file] for file in files}
+    (sharded / absent).unlink()
+    os.truncate(sharded / cut, (sharded / cut).stat().st_size - 1)
+    misshapen, wrong_type = held[renamed][:2]
+    header_edited(sharded / renamed, lambda header: header[misshapen].update(shape=[1, 1]))
+    header_edited(sharded / renamed, lambda header: header[wrong_type].update(dtype="I64"))
+    tensors = load_file(sharded / lacking)
+    gone, new = held[lacking][0], "model.new.weight"
+    tensors[new] = tensors.pop(gone)
+    save_file(tensors, sharded / lacking)
+    save_file({"x": torch.zeros(1)}, sharded / "stray.safetensors")
+    elsewhere = held[files[4]][0]
+    index["weight_map"] |= {elsewhere: "../x.safetensors"}
+    (sharded / INDEX).write_text(json.dumps(index))
+
+    expected = [
+        f"tensor {elsewhere} lies in '../x.safetensors'",
+        f"{sharded / 'stray.safetensors'} is not named",
+        f"{sharded / absent} is missing; {INDEX} puts there: {', '.join(sorted(held[absent]))}",
+        f"{sharded / cut} is truncated",
+        f"tensor {misshapen} of shape [1, 1] needs 4 bytes",
+        f"tensor {wrong_type} has dtype I64",
+        f"{sharded / lacking} lacks tensor {gone}",
+        f"{sharded / lacking} holds tensor {new}, but {INDEX} does not name it",
+        f"{sharded / files[4]} holds tensor {elsewhere}, but {INDEX} puts it in ../x.safetensors",
+    ]
+    message = refusal(sharded)
+    assert f"({len(expected)} faults)" in message
+    for part in expected:
+        assert part in message
+    with pytest.raises(DataError) as error:  # and nothing is called missing besides
+        open_model(sharded, read_spec(sharded))
+    assert str(error.value) == message
+
+
+def test_faults_of_files_and_of_the_model_are_named_together(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    shard_of(sharded, SOME).unlink()
+    norm = "model.norm.weight"
+    file = rewrite_shard(sharded, norm, lambda t: t.update({"model.extra": t.pop(norm)}))
+    index["weight_map"] |= {"model.extra": file.name}
+    del index["weight_map"][norm]
+    (sharded / INDEX).write_text(json.dumps(index))
+    config = json.loads((sharded / "config.json").read_text())
+    (sharded / "config.json").write_text(json.dumps({**config, "vocab_size": 51}))
+    with pytest.raises(DataError) as error:
+        open_model(sharded, read_spec(sharded))
+    message = str(error.value)
+    assert "(5 faults)" in message
+    for part in (
+        "is missing; ",
+        f"missing {norm} [32]",
+        "not part of the model: model.extra",
+        "lm_head.weight: found [50, 32]; config.json implies [51, 32]",
+        "model.embed_tokens.weight: found [50, 32]; config.json implies [51, 32]",
+    ):
+        assert part in message
+
+
+def test_tensors_may_be_missing_by_name_only(saved: Saved, tmp_path: Path) -> None:
+    gone = ["model.norm.weight", SOME]
+    folder = edited_tensors(saved("moe"), tmp_path / "m", lambda t: [t.pop(n) for n in gone])
+    spec = read_spec(folder)
+    checkpoint = open_model(folder, spec, allow_missing=gone)
+    check_complete(checkpoint, spec, allow_missing=gone)
+    assert set(checkpoint.names()) == set(load_file(folder / "model.safetensors"))
+    with pytest.raises(DataError, match=rf"1 fault\):\n  missing {SOME}"):
+        open_model(folder, spec, allow_missing=gone[:1])
+    with pytest.raises(DataError) as error:
+        open_model(folder, spec, allow_missing=[*gone, "model.norm", "lm_head.weight"])
+    assert "(2 faults)" in str(error.value)
+    assert "model.norm may be missing, but the model has none" in str(error.value)
+    assert "lm_head.weight may be missing, but is there" in str(error.value)
 
 
 # ---- completeness --------------------------------------------------------------------------------

@@ -1,26 +1,36 @@
 """Checkpoints on disk: what the safetensors library reads and writes, and whole or not at all."""
 
 import json
+import resource
 import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import DataError
 from megarl.models.hf_complete import check_complete
-from megarl.models.hf_io import INDEX, Entry, open_checkpoint, write_checkpoint
+from megarl.models.hf_headers import INDEX
+from megarl.models.hf_io import open_checkpoint
+from megarl.models.hf_write import Entry, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from megarl.types import TensorSpec
 
 Saved = Callable[[str], Path]
+BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"),
+    *("tiktoken.model", "qwen.tiktoken", "LICENSE-MODEL", "README.md"),
+    "additional_chat_templates/tool_use.jinja",
+)
+LEFT = ("pytorch_model.bin", "pytorch_model.bin.index.json", ".secret.json", "original/params.json")
 SHARD_BYTES = 20_000  # as in the fixture `sharded`
 
 
@@ -61,6 +71,50 @@ def test_a_slice_of_a_tensor_is_read_alone(saved: Saved, tmp_path: Path) -> None
     assert torch.equal(checkpoint.get(last, 1), whole[last][1])
     with pytest.raises(DataError, match=f"tensor {last} is incomplete"):
         checkpoint.get(last, 2)
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (4, 6, 3), (3, 4, 2, 5), (9,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_columns_are_those_of_the_whole(
+    tmp_path: Path, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    save_file({"before": torch.ones(3), "x": tensor}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for low, high in ((0, shape[0]), (1, 3), (2, 2), (shape[0] - 1, shape[0])):
+        assert torch.equal(checkpoint.get("x", rows=(low, high)), tensor[low:high])
+    if len(shape) == 1:
+        return
+    for low, high in ((0, shape[1]), (1, 4), (3, 3), (shape[1] - 1, shape[1])):
+        assert torch.equal(checkpoint.get("x", columns=(low, high)), tensor[:, low:high])
+        part = checkpoint.get("x", rows=(1, 3), columns=(low, high))
+        assert torch.equal(part, tensor[1:3, low:high]) and part.is_contiguous()
+    if len(shape) > 2:
+        part = checkpoint.get("x", 2, rows=(1, 3), columns=(0, 2))
+        assert torch.equal(part, tensor[2, 1:3, :2])
+
+
+def test_a_slice_of_a_huge_tensor_needs_its_own_memory_alone(tmp_path: Path) -> None:
+    """1 TB on paper, a hole on disk, under a limit of address space that a map would break."""
+    rows, columns = 2**20, 2**18
+    entry = {"dtype": "F32", "shape": [rows, columns], "data_offsets": [0, 4 * rows * columns]}
+    text = json.dumps({"x": entry}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + 4 * rows * columns)
+        file.seek(8 + len(text) + 4 * (columns * (rows - 2) + columns - 1))
+        file.write(np.float32(7.0).tobytes())
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, before[1]))
+    try:
+        checkpoint = open_checkpoint(tmp_path)
+        column = checkpoint.get("x", rows=(rows - 4, rows), columns=(columns - 2, columns))
+        row = checkpoint.get("x", rows=(rows - 2, rows - 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert column.tolist() == [[0, 0], [0, 0], [0, 7], [0, 0]]
+    assert row.shape == (1, columns) and row.sum() == row[0, -1] == 7
 
 
 def test_what_we_write_the_library_reads_bit_for_bit(saved: Saved, sharded: Path) -> None:
@@ -145,16 +199,27 @@ def test_writing_holds_one_tensor_at_a_time(saved: Saved, tmp_path: Path) -> Non
 
 def test_the_other_files_come_along(saved: Saved, tmp_path: Path) -> None:
     source = shutil.copytree(saved("moe_bfloat16"), tmp_path / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+    (source / "additional_chat_templates").mkdir()
+    for name in BESIDE:
         (source / name).write_text(f"this is {name}")
-    (source / "modeling_evil.py").write_text("raise SystemExit")
+    code = source / "modeling_custom.py"  # that would show if anything ran or imported it
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    code.chmod(0o755)
+    (source / "tokenization_linked.py").symlink_to(code)  # as a cache has its files
+    for name in LEFT:
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text("weights")
     specs = mapping_for(read_spec(source)).hf_spec()
     write_checkpoint(tmp_path / "out", load_all(source).items(), specs, source)
-    for file in source.iterdir():
-        copy = tmp_path / "out" / file.name
-        if file.suffix in (".json", ".jinja", ".txt"):
-            assert copy.read_bytes() == file.read_bytes()
-    assert not (tmp_path / "out" / "modeling_evil.py").exists()
+    found = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*.*")}
+    code_files = {"modeling_custom.py", "tokenization_linked.py"}
+    files = {*BESIDE, *code_files, "config.json", "generation_config.json", "model.safetensors"}
+    assert found == files - {"LICENSE-MODEL"}
+    for name in files - {"model.safetensors"}:
+        copy = tmp_path / "out" / name
+        assert copy.read_bytes() == (source / name).read_bytes()
+        assert not copy.is_symlink() and not copy.stat().st_mode & 0o111
+    assert not (tmp_path / "ran").exists()
 
 
 def test_config_names_the_dtype_that_was_written(saved: Saved, tmp_path: Path) -> None:

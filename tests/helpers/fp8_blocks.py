@@ -1,0 +1,55 @@
+"""FP8 in blocks by the definition of e4m3, for tests of what reads it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Values = NDArray[np.float64]
+BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def e4m3_table() -> Values:
+    """[256] of the format's definition: 1 sign bit, 4 of exponent (bias 7), 3 of fraction."""
+    values = []
+    for code in range(256):
+        sign, exponent, fraction = code >> 7, code >> 3 & 15, code & 7
+        size = (1 + fraction / 8) * 2.0 ** (exponent - 7) if exponent else fraction / 8 * 2.0**-6
+        values.append((-1) ** sign * (np.nan if code & 127 == 127 else size))
+    return np.array(values)
+
+
+TABLE = e4m3_table()
+
+
+def finite_codes(shape: tuple[int, ...], seed: int) -> NDArray[np.uint8]:
+    codes = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    codes[codes & 127 == 127] = 0
+    return codes
+
+
+def as_codes(codes: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+
+def grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+
+
+def some_scales(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    sizes = np.exp(np.random.default_rng(seed).normal(-6, 2, shape)).astype(np.float32)
+    return torch.from_numpy(sizes).to(dtype)
+
+
+def by_entry(codes: NDArray[np.uint8], scales: Tensor, block: tuple[int, int]) -> NDArray[Any]:
+    """f32 products, entry by entry."""
+    rows, columns = (np.arange(n) // b for n, b in zip(codes.shape[-2:], block, strict=True))
+    wide = scales.float().numpy()[..., rows[:, None], columns[None, :]]
+    return TABLE[codes].astype(np.float32) * wide
