@@ -24,7 +24,7 @@ from functools import partial
 
 from megarl.actor.residence import WEIGHTS
 from megarl.actor.state import parameter_bytes, save_trained, weight_bytes
-from megarl.checkpoint.manager import REFERENCE, WriteParts
+from megarl.checkpoint.manager import CRITIC_MODEL, MODEL, REFERENCE, WriteParts
 from megarl.config.schema import Config
 from megarl.data.exchange import Collected, Delivery
 from megarl.experience import complete_plan, moving_reference
@@ -163,13 +163,16 @@ def save(parts: Parts, step: int) -> None:
     if parts.saves_reference:
         write[REFERENCE] = actor.save_reference
         num_bytes += weight_bytes(actor)
+    models = {MODEL: actor.spec.as_json()}
+    if parts.critic is not None:
+        models[CRITIC_MODEL] = parts.critic.spec.as_json()
     path = parts.checkpoints.save(
         step,
         loop_state={
             "source": parts.source.state(),
             "controllers": parts.controllers.state(),
         },
-        model=parts.actor.spec.as_json(),
+        models=models,
         hf_files=parts.config.model.hf,
         write_parts=write,
         num_bytes=num_bytes * parts.parallel.mesh.world_size,

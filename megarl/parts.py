@@ -18,18 +18,30 @@ from megarl.actor.setup import Parallel, destroy_parallel, init_beside, init_par
 from megarl.actor.state import load_model, load_trained
 from megarl.actor.trained import TrainedModel
 from megarl.algos.control import Controllers
-from megarl.checkpoint.manager import CRITIC, MEGATRON, REFERENCE, CheckpointManager
+from megarl.checkpoint.manager import (
+    CRITIC,
+    CRITIC_MODEL,
+    MEGATRON,
+    MODEL,
+    REFERENCE,
+    CheckpointManager,
+)
+from megarl.checkpoint.models import (
+    NOT_OF_THE_BODY,
+    config_contradictions,
+    require_no_contradictions,
+)
 from megarl.config.fp8 import row_alignment
 from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config, ParallelSection
 from megarl.config.training import critic_optimizer_steps, optimizer_steps
 from megarl.data.nodes import Nodes, find_nodes
-from megarl.errors import RunError
+from megarl.errors import DataError, RunError
 from megarl.experience import Ranks, moving_reference, needs_reference
 from megarl.hostcomm import agree, broadcast_json, gather_and_share
 from megarl.mesh import Mesh
 from megarl.models.settings import model_spec
-from megarl.models.spec import read_spec
+from megarl.models.spec import ModelSpec, read_spec
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, check_kernels, describe
@@ -83,16 +95,22 @@ def build(
     check_kernels(parallel.device, parallel.host)
     log.info(describe(ops, parallel.device))
     resume = _open_run(config, rundir, parallel, stack)
+    folder = rundir.checkpoints / f"step_{resume}"
+    stop.where = "comparing checkpoints with config.json"
+    critic_spec = None
+    if config.critic.lr is not None:
+        critic_spec = read_spec(config.critic_hf, for_values=True)
+    own = None if resume is None else folder
+    _require_same_models(config, spec, critic_spec, own, parallel)
     stop.where = "building the model"
     actor = build_actor(config, spec, parallel, optimizer_steps(config))
-    critic = _build_critic(config, parallel)
+    critic = None if critic_spec is None else _build_critic(config, critic_spec, parallel)
     models = {name: trained.model for name, trained in _trained(actor, critic).items()}
     fp8 = require_fp8(models, config.precision.fp8, parallel.host)
     checkpoints = CheckpointManager(
         rundir.checkpoints, config.checkpoint.keep, parallel.rank, parallel.host
     )
     _load_start(config, stop, actor, critic, resumed=resume is not None)
-    folder = rundir.checkpoints / f"step_{resume}"
     has_reference = _start_reference(config, stop, parallel, actor, folder / REFERENCE)
     step = resume or 0
     loop_state: dict[str, Any] | None = None
@@ -132,12 +150,47 @@ def _trained(actor: MegatronActor, critic: MegatronCritic | None) -> dict[str, T
     return {MEGATRON: actor} if critic is None else {MEGATRON: actor, CRITIC: critic}
 
 
-def _build_critic(config: Config, parallel: Parallel) -> MegatronCritic | None:
-    if config.critic.lr is None:
-        return None
+def _require_same_models(
+    config: Config,
+    spec: ModelSpec,
+    critic_spec: ModelSpec | None,
+    own: Path | None,
+    parallel: Parallel,
+) -> None:
+    """Every checkpoint that will be loaded is of the model that the run's config.json describes;
+    ``own``: the run's, where it goes on. As rank 0 sees it. Raises DataError with all differences.
+    """
+
+    def compare() -> None:
+        found: list[str] = []
+        policy = (spec, config.model.hf)
+        load = config.model.load
+        if load is not None and (own is None or needs_reference(config)):
+            found += config_contradictions(load / MODEL, *policy)
+        if own is not None:
+            found += config_contradictions(own / MODEL, *policy)
+        start = own or config.critic_load
+        if critic_spec is not None and start is not None:
+            its = start / CRITIC_MODEL
+            if its.is_file():
+                found += config_contradictions(its, critic_spec, config.critic_hf)
+            elif not (start / CRITIC).is_dir():  # the policy's weights below a new head
+                about = (start / MODEL, critic_spec, config.critic_hf)
+                found += config_contradictions(*about, NOT_OF_THE_BODY)
+        require_no_contradictions(found)
+
+    error: Exception | None = None
+    if parallel.rank == 0:
+        try:
+            compare()
+        except DataError as e:
+            error = e
+    agree(error, parallel.host, "comparing checkpoints with config.json")
+
+
+def _build_critic(config: Config, spec: ModelSpec, parallel: Parallel) -> MegatronCritic:
     mesh = mesh_of(config.critic_parallel, row_alignment(config.precision.fp8))
     beside = init_beside(parallel, mesh, timeout_s=config.run.timeout_s)
-    spec = read_spec(config.critic_hf, for_values=True)
     return build_critic(config, spec, beside, critic_optimizer_steps(config))
 
 

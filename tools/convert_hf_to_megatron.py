@@ -13,13 +13,13 @@ from pathlib import Path
 from megarl.checkpoint.manager import publish_model
 from megarl.checkpoint.streamed import write_weights
 from megarl.errors import MegarlError
-from megarl.models.hf_io import open_checkpoint
+from megarl.models.hf_complete import open_model
 from megarl.models.spec import read_spec
 
 
 def convert(source: Path, out: Path) -> None:
     spec = read_spec(source)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_model(source, spec)
     publish_model(
         out, spec.as_json(), source, lambda folder: write_weights(folder, checkpoint, spec)
     )

@@ -11,14 +11,21 @@ import argparse
 import sys
 from pathlib import Path
 
-from megarl.checkpoint.manager import HF, MEGATRON, MODEL, read_json
+from megarl.checkpoint.manager import HF, MEGATRON, MODEL
+from megarl.checkpoint.models import (
+    config_contradictions,
+    require_no_contradictions,
+    stored_spec,
+)
 from megarl.checkpoint.streamed import export_weights
 from megarl.errors import MegarlError
-from megarl.models.spec import ModelSpec
+from megarl.models.spec import read_spec
 
 
 def convert(source: Path, out: Path) -> None:
-    spec = ModelSpec.from_json(read_json(source / MODEL))
+    spec = stored_spec(source / MODEL)
+    meant = read_spec(source / HF)
+    require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
     export_weights(source / MEGATRON, out, spec, metadata_from=source / HF)
     print(f"{out}: from {source}")
 

@@ -7,7 +7,8 @@ complete.
                        critic/       the critic, if there is one: likewise
                        reference/    the reference policy's weights, where they may have moved
                        loop.json     everything else: step, weights version, prompt cursor
-                       model.json    the model's dimensions
+                       model.json    the policy's dimensions
+                       critic.json   the critic's, if there is one
                        hf/           config and tokenizer files of the model
 
 ``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,
@@ -17,7 +18,7 @@ replaced by the next.
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from megarl.rundir import write_json
 _NAME = re.compile(r"step_(\d+)")
 MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
 WriteParts = dict[str, Callable[[Path], None]]  # by folder; each writes on all ranks
-LOOP, MODEL, HF = "loop.json", "model.json", "hf"
+LOOP, MODEL, CRITIC_MODEL, HF = "loop.json", "model.json", "critic.json", "hf"
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class CheckpointManager:
         self,
         step: int,
         loop_state: dict[str, Any],
-        model: dict[str, Any],
+        models: Mapping[str, dict[str, Any]],
         hf_files: Path,
         write_parts: WriteParts,
         num_bytes: int,
     ) -> Path:
         """Publish checkpoint ``step``. ``write_parts[name](folder)`` writes the distributed part
-        ``name`` on all ranks; ``num_bytes`` is the size of all. Raises RunError, with older
-        checkpoints untouched, if the disk cannot hold it."""
+        ``name`` on all ranks; ``num_bytes`` is the size of all. ``models``: dimensions by file.
+        Raises RunError, with older checkpoints untouched, if the disk cannot hold it.
+        """
         final = self.folder / f"step_{step}"
         part = final.with_name(final.name + ".part")
         self._on_rank_zero(lambda: _prepare(part, write_parts, num_bytes), "preparing a checkpoint")
@@ -75,7 +77,8 @@ class CheckpointManager:
 
         def publish() -> None:
             write_json(part / LOOP, {"step": step, **loop_state})
-            write_json(part / MODEL, model)
+            for name, model in models.items():
+                write_json(part / name, model)
             copy_beside(hf_files, part / HF)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)

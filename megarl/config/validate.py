@@ -51,13 +51,13 @@ def validate(
     ``refused_models``: others that are known, and why they cannot.
     ``packages``: what this machine has installed (``installed.py``), None: not checked.
     """
-    refused = refused_models or {}
+    refused, served = refused_models or {}, config.run.mode == "rl"
     dims = None if hf_config is None else Dims.of(hf_config)
     critic_dims = None if critic_hf_config is None else Dims.of(critic_hf_config)
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config, critic_hf_config),
-        *_model("model.hf", config.model.hf, hf_config, supported_models, refused),
+        *_model("model.hf", config.model.hf, hf_config, supported_models, refused, served=served),
         *_model("critic.hf", config.critic_hf, critic_hf_config, supported_models, refused),
         *algorithm_problems(config),
         *_batch(config),
@@ -112,7 +112,17 @@ def _model(
     hf: Mapping[str, Any] | None,
     supported: Collection[str] | None,
     refused: Mapping[str, str],
+    *,
+    served: bool = False,
 ) -> Iterator[Problem]:
+    if hf is not None and served and hf.get("quantization_config"):
+        found = f"{folder}, whose weights are quantised"
+        accepted = (
+            "weights in bf16 or fp32, as tools/convert_hf_to_megatron.py and "
+            "tools/convert_megatron_to_hf.py make of FP8: servers load this folder, too, and are "
+            "sent plain weights"
+        )
+        yield Problem(key, found, accepted)
     if hf is None or supported is None or not hf.get("model_type"):
         return
     family = hf["model_type"]

@@ -62,7 +62,8 @@ class Saver:
     def save(
         self, step: int, write: Callable[[Path], None] = nothing, num_bytes: int = 0, **state: Any
     ) -> Path:
-        return self.manager.save(step, state, {"layers": 4}, self.hf, {MEGATRON: write}, num_bytes)
+        models = {"model.json": {"layers": 4}, "critic.json": {"layers": 2}}
+        return self.manager.save(step, state, models, self.hf, {MEGATRON: write}, num_bytes)
 
     @property
     def steps(self) -> list[int]:
@@ -82,6 +83,7 @@ def test_a_checkpoint_holds_what_a_later_run_needs(saver: Saver) -> None:
     assert path.name == "step_40"
     files = contents(path)
     assert sorted(files) == [
+        "critic.json",
         "hf/config.json",
         "hf/tokenizer.json",
         "loop.json",
@@ -90,6 +92,7 @@ def test_a_checkpoint_holds_what_a_later_run_needs(saver: Saver) -> None:
     ]
     assert files["hf/config.json"] == b'{"model_type": "qwen3_moe"}'
     assert json.loads(files["model.json"]) == {"layers": 4}
+    assert json.loads(files["critic.json"]) == {"layers": 2}
     assert saver.manager.loop_state(40) == {"step": 40, "cursor": [1, None]}
 
 

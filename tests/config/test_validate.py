@@ -115,6 +115,8 @@ VALID = [
     Case([], {}),
     Case([], {}, "sft"),
     Case([], {}, "train_only"),
+    Case([], {}, "sft", hf={"quantization_config": {"quant_method": "fp8"}}),  # read as its values
+    Case([], {}, "train_only", hf={"quantization_config": {"quant_method": "fp8"}}),
     Case([], {}, world_size=None),
     Case(["rollout.temperature=0.7"], {}, "train_only"),
     Case(["parallel={tp: 2, pp: 2, dp: 2, ep: 1}"], {}, dense=True),
@@ -179,6 +181,8 @@ LAYOUT = [
     Case(["parallel.etp=2"], {"parallel.etp": ["2", "moe_intermediate_size = 49"]},
          hf={"moe_intermediate_size": 49}),
     Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
+    Case([], {"model.hf": ["model, whose weights are quantised", "bf16", "convert_megatron_to_hf"]},
+         hf={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
     Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
          hf={"num_hidden_layers": 5}),
     Case([FIRST + "3"], {"parallel.first_layers": ["3 of num_hidden_layers = 2", "found -1 left"]},

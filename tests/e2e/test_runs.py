@@ -1,6 +1,7 @@
 """The loop as a whole: sample, reward, train, sync, report, checkpoint, resume."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def test_a_run_trains_syncs_reports_and_resumes(
     assert resumed.metrics()[-1]["kl/old_policy"] > metrics[3]["kl/old_policy"] / 4
     assert resumed.metrics()[-1]["mismatch/max_abs_logprob_diff"] < 2e-5
     assert_prompts_go_on(run, steps=4, per_step=8)
+    assert_another_model_does_not_go_on(launch, inputs, run, tmp_path / "another")
 
 
 def assert_ops_are_accounted_for(run: Path, microbatches: int) -> None:
@@ -94,6 +96,24 @@ def assert_training_again_from_the_recording_repeats(
     for m in found:
         for name in ("policy/loss", "optim/grad_norm", "policy/entropy", "policy/seq_ratio_min"):
             assert m[name] == original[m["step"]][name], (m["step"], name)
+
+
+def assert_another_model_does_not_go_on(
+    launch: Start, inputs: Inputs, run: Path, folder: Path
+) -> None:
+    """D5: weights of the same shapes, of the run and of what it started from (its reference)."""
+    shutil.copytree(inputs.hf, folder)
+    config = json.loads((folder / "config.json").read_text())
+    eps = config["rms_norm_eps"]
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 2 * eps}))
+    settings = ["run.steps=5", "run.resume=true", "eval.every=2", *TERMS]
+    other = launch(inputs.rl(run, *settings, f"model.hf={folder}"))
+    assert other.wait() != 0
+    assert "different models (2 contradictions)" in other.text()
+    for stored in (run / "checkpoints/step_4", inputs.megatron):
+        values = f"{eps} in {stored / 'model.json'}, {2 * eps} in {folder / 'config.json'}"
+        assert f"norm_eps: {values}" in other.text()
+    assert [m["step"] for m in other.metrics()] == [0, 1, 2, 3, 4]
 
 
 def assert_prompts_go_on(run: Path, *, steps: int, per_step: int) -> None:
