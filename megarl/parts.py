@@ -119,14 +119,7 @@ def build(
         loop_state = checkpoints.loop_state(resume)
         for name, model in _trained(actor, critic).items():
             load_trained(model, folder / name)
-    reporter = Reporter(
-        rundir,
-        total_steps=config.run.steps,
-        rank=parallel.rank,
-        tensorboard=config.monitor.tensorboard,
-        resume_step=resume,
-    )
-    stack.callback(reporter.close)
+    reporter = _start_reporter(config, rundir, parallel, resume, stack)
     reporter.note(describe(ops, parallel.device))
     _tell_fp8(fp8, rundir, reporter)
     stop.where = "starting the source of samples"
@@ -229,6 +222,20 @@ def _start_reference(
     elif needs_reference(config):
         actor.keep_reference()
     return left
+
+
+def _start_reporter(
+    config: Config, rundir: RunDir, parallel: Parallel, resume: int | None, stack: ExitStack
+) -> Reporter:
+    reporter = Reporter(
+        rundir,
+        total_steps=config.run.steps,
+        rank=parallel.rank,
+        tensorboard=config.monitor.tensorboard,
+        resume_step=resume,
+    )
+    stack.callback(reporter.close)
+    return reporter
 
 
 def _tell_fp8(fp8: dict[str, Report] | None, rundir: RunDir, reporter: Reporter) -> None:

@@ -1,5 +1,6 @@
 """The converters: exact both ways; a damaged folder is refused by name, nothing left behind."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model
+from tests.helpers.fp8_blocks import edit_config, quantised
 
 pytestmark = pytest.mark.dist
 
@@ -51,6 +53,32 @@ def test_every_family_there_and_back_is_the_same_model_bit_for_bit(
         assert second[tensor].dtype == expected.dtype, tensor
         assert torch.equal(second[tensor], expected), tensor
     assert (back / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe tied", "deepseek_v3"])
+def test_fp8_blocks_come_back_as_their_values(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    source = save_model(name, tmp_path / "source", torch.float32)
+    model, values = quantised(source, tmp_path / "model")
+    megatron, back = tmp_path / "megatron", tmp_path / "back"
+    assert convert(pool, "convert_hf_to_megatron", model, megatron) is None
+    assert convert(pool, "convert_megatron_to_hf", megatron, back) is None
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == values.keys()
+    assert all(torch.equal(found[tensor], values[tensor]) for tensor in found)
+    assert json.loads((back / "config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+
+
+def test_an_export_under_another_config_json_is_refused(
+    pool: WorkerPool, tiny_model: Path, tmp_path: Path
+) -> None:
+    megatron, out = tmp_path / "megatron", tmp_path / "out"
+    assert convert(pool, "convert_hf_to_megatron", tiny_model, megatron) is None
+    edit_config(megatron / "hf", rms_norm_eps=0.125)
+    error = convert(pool, "convert_megatron_to_hf", megatron, out)
+    assert error is not None and "norm_eps: 1e-06 in" in error and "0.125 in" in error
+    assert not out.exists()
 
 
 LAYOUTS = [  # and the layers of every chunk of every rank

@@ -1,12 +1,17 @@
 """FP8 in blocks by the definition of e4m3, for tests of what reads it."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+Tensors = dict[str, Tensor]
 Values = NDArray[np.float64]
 BLOCKS: dict[str, Any] = {
     "quant_method": "fp8",
@@ -53,3 +58,27 @@ def by_entry(codes: NDArray[np.uint8], scales: Tensor, block: tuple[int, int]) -
     rows, columns = (np.arange(n) // b for n, b in zip(codes.shape[-2:], block, strict=True))
     wide = scales.float().numpy()[..., rows[:, None], columns[None, :]]
     return TABLE[codes].astype(np.float32) * wide
+
+
+def quantised(source: Path, out: Path) -> tuple[Path, Tensors]:
+    """The model with its projections in codes, blocks of 16 x 24; and the values they have."""
+    folder = shutil.copytree(source, out)
+    tensors = load_file(folder / "model.safetensors")
+    values = dict(tensors)
+    for seed, name in enumerate(sorted(tensors)):
+        if "proj" in name and name.endswith(".weight"):
+            shape = tuple(tensors[name].shape)
+            codes, scale = (
+                finite_codes(shape, seed),
+                some_scales(grid(shape, (16, 24)), seed, torch.float32),
+            )
+            tensors |= {name: as_codes(codes), f"{name}_scale_inv": scale}
+            values[name] = torch.from_numpy(by_entry(codes, scale, (16, 24)))
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config={**BLOCKS, "weight_block_size": [16, 24]})
+    return folder, values
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))

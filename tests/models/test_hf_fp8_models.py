@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,34 +16,10 @@ from megarl.models.hf_io import HfCheckpoint, open_checkpoint
 from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
-from tests.helpers.fp8_blocks import BLOCKS, as_codes, by_entry, finite_codes, grid, some_scales
+from tests.helpers.fp8_blocks import BLOCKS, edit_config, quantised
 
 Tensors = dict[str, Tensor]
 SOME = "model.layers.1.mlp.experts.2.down_proj.weight"
-
-
-def quantised(source: Path, out: Path) -> tuple[Path, Tensors]:
-    """The model with its projections in codes, blocks of 16 x 24; and the values they have."""
-    folder = shutil.copytree(source, out)
-    tensors = load_file(folder / "model.safetensors")
-    values = dict(tensors)
-    for seed, name in enumerate(sorted(tensors)):
-        if "proj" in name and name.endswith(".weight"):
-            shape = tuple(tensors[name].shape)
-            codes, scale = (
-                finite_codes(shape, seed),
-                some_scales(grid(shape, (16, 24)), seed, torch.float32),
-            )
-            tensors |= {name: as_codes(codes), f"{name}_scale_inv": scale}
-            values[name] = torch.from_numpy(by_entry(codes, scale, (16, 24)))
-    save_file(tensors, folder / "model.safetensors")
-    edit_config(folder, quantization_config={**BLOCKS, "weight_block_size": [16, 24]})
-    return folder, values
-
-
-def edit_config(folder: Path, **values: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **values}))
 
 
 @pytest.mark.parametrize("model", ["moe", "deepseek_v3", "glm4_moe"])
