@@ -21,6 +21,7 @@ from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import (
     MODELS,
+    WITHOUT_EXPERTS,
     reference_gradients,
     reference_logprobs,
     save_model,
@@ -48,8 +49,6 @@ LAYOUTS = [
     {"pp": 2, "dp": 2, "ep": 2},
     {"cp": 2, "dp": 2, "ep": 2},
 ]
-OF_DENSE = {"llama", "mistral", "qwen2", "qwen3"}
-DENSE = {name for name, (family, _) in MODELS.items() if family in OF_DENSE}  # no experts to split
 WHOLE_EXPERTS = {name for name, (family, _) in MODELS.items() if family == "gpt_oss"}  # etp is 1
 SAMPLES = random_samples(4, 3, seed=3)
 Results = dict[str, dict[str, Any]]
@@ -86,7 +85,9 @@ def evaluate(
     row_tokens: int = PACKED,
     with_gradients: bool = True,
 ) -> Results:
-    models = {n: m for n, m in models.items() if layout.get("ep", 1) == 1 or n not in DENSE}
+    models = {
+        n: m for n, m in models.items() if layout.get("ep", 1) == 1 or n not in WITHOUT_EXPERTS
+    }
     layouts = {n: {**layout, "etp": 1} if n in WHOLE_EXPERTS else layout for n in models}
     ranks = pool.run(
         "tests.actor.work_families:evaluate",

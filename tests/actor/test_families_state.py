@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.actor.compare import mesh_of
-from tests.actor.test_families import DENSE
 from tests.helpers.dist import WorkerPool
-from tests.helpers.families import frozen_names, save_model
+from tests.helpers.families import WITHOUT_EXPERTS, frozen_names, save_model
 from tests.helpers.samples import random_samples
 
 pytestmark = pytest.mark.dist
@@ -86,7 +85,7 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
 
 
 def without_experts(layout: dict[str, int], name: str) -> bool:
-    return layout.get("ep", 1) > 1 and name in DENSE
+    return layout.get("ep", 1) > 1 and name in WITHOUT_EXPERTS
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -109,7 +108,7 @@ def test_steps_train_all_but_what_they_must_not(
     folder = save_model(name, tmp_path / "model")
     given, frozen = load_file(folder / "model.safetensors"), frozen_names(folder)
     kinds = {n.rpartition(".")[2] for n in frozen}
-    of_choice = set() if name in DENSE else {"e_score_correction_bias"}
+    of_choice = set() if name in WITHOUT_EXPERTS else {"e_score_correction_bias"}
     assert kinds >= of_choice | ({"weight"} if name in WITH_BUFFERS else set())
     (found,) = run(pool, "work_families:after_a_step", {}, hf=folder)
     assert_same_bits(found["reference"], given)

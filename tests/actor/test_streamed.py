@@ -16,16 +16,15 @@ from megarl.models.sharded import megatron_mapping, parameter_names, place_of
 from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
-from tests.helpers.families import MODELS, save_model
+from tests.helpers.families import MODELS, WITHOUT_EXPERTS, save_model
 
 pytestmark = pytest.mark.dist
 
-EXPERTS = [name for name in MODELS if not name.startswith("qwen3 ") and name != "qwen3"]
 LAYOUTS = [
     ({}, list(MODELS)),
     ({"pp": 2}, list(MODELS)),
     ({"tp": 2, "etp": 1}, list(MODELS)),
-    ({"dp": 2, "ep": 2}, EXPERTS),
+    ({"dp": 2, "ep": 2}, [n for n in MODELS if n not in WITHOUT_EXPERTS]),
 ]
 
 

@@ -254,6 +254,12 @@ def frozen_names(folder: Path) -> set[str]:
     }
 
 
+_FAMILIES_WITHOUT_EXPERTS = {"llama", "mistral", "qwen2", "qwen3"}
+WITHOUT_EXPERTS = {
+    name for name, (family, _) in MODELS.items() if family in _FAMILIES_WITHOUT_EXPERTS
+}
+
+
 def _values(key: str, tensor: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(tensor)
     if key.endswith("e_score_correction_bias"):
