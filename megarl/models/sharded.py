@@ -67,7 +67,7 @@ def parameter_names(mapping: ModelMapping) -> list[str]:
 
 def place_of(mapping: ModelMapping, name: str) -> Place:
     """Of parameter ``name``, in any spelling. Raises DataError for one that no rule knows."""
-    rule, shape = mapping.rule_of(name), mapping.full_shape(name)
+    rule, shape = mapping.rule_of(name), mapping.shape(name)
     key, expert = _key(mapping.spec, name)
     first = () if expert is None else (expert,)
     count = _HALVES.get(rule.operator, 1)
