@@ -112,27 +112,6 @@ class CheckpointManager:
         agree(error, self.host, what)
 
 
-def publish_model(
-    out: Path, model: dict[str, Any], hf_files: Path, write: Callable[[Path], None]
-) -> None:
-    """A checkpoint of weights alone, by one process, whole or not at all. Raises DataError if
-    ``out`` exists.
-    """
-    if out.exists():
-        raise DataError(f"{out} already exists; checkpoints are never overwritten")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        (part / MEGATRON).mkdir(parents=True)
-        write(part / MEGATRON)
-        write_json(part / MODEL, model)
-        copy_beside(hf_files, part / HF)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Raises DataError naming the file when it is missing or not a JSON object."""
     try:

@@ -6,8 +6,11 @@ parameter that holds gate and up is two chunks, since a tensor-parallel rank has
 (megatron-core 0.19.2: ``sharded_state_dict`` with ``non_homogeneous_layers``).
 """
 
+import math
 import re
 from dataclasses import dataclass
+
+import torch
 
 from megarl.models.mapping import VOCAB_MULTIPLE, ModelMapping, mapping_for, padded_vocab_size
 from megarl.models.spec import ModelSpec
@@ -47,6 +50,11 @@ class Place:
     parameter: tuple[int, ...]  # its own shape
     dtype: str
     chunks: tuple[Chunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameter."""
+        return math.prod(self.parameter) * int(getattr(torch, self.dtype).itemsize)
 
 
 def megatron_mapping(spec: ModelSpec) -> ModelMapping:

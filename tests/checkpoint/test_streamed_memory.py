@@ -83,9 +83,9 @@ def test_memory_is_bounded_by_the_largest_group(large: Path, tmp_path: Path) -> 
     for name in first.names():
         assert torch.equal(first.get(name), second.get(name)), name
     code, said = convert("import", large, tmp_path / "less", LARGEST // 2)  # the limit holds
-    assert code and "MemoryError" in said
+    assert code and "allocate memory" in said
     code, said = convert("export", there, tmp_path / "less too", LARGEST // 2)
-    assert code and "MemoryError" in said and not (tmp_path / "less too").exists()
+    assert code and "allocate memory" in said and not (tmp_path / "less too").exists()
     for place in (100, (there / "__0_0.distcp").stat().st_size // 2):
         _damage(there, place, tmp_path / "damaged")
 
