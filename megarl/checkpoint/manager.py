@@ -9,6 +9,7 @@ complete.
                        loop.json     everything else: step, weights version, prompt cursor
                        model.json    the policy's dimensions
                        critic.json   the critic's, if there is one
+                       digests.json  of imported weights: what they were (digests.py)
                        hf/           config and tokenizer files of the model
 
 ``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.checkpoint.digests import DIGESTS, Digests, digests_json
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
 from megarl.models.hf_files import copy_beside
@@ -113,10 +115,15 @@ class CheckpointManager:
 
 
 def publish_model(
-    out: Path, model: dict[str, Any], hf_files: Path, write: Callable[[Path], None]
+    out: Path,
+    model: dict[str, Any],
+    hf_files: Path,
+    write: Callable[[Path], Digests],
+    verify: Callable[[Path], None] | None = None,
 ) -> None:
-    """A checkpoint of weights alone, by one process, whole or not at all. Raises DataError if
-    ``out`` exists.
+    """A checkpoint of weights alone, by one process, whole or not at all. ``write(folder)`` writes
+    them, and returns digests of what they were made of; ``verify(checkpoint)`` looks at all of it
+    before it is published. Raises DataError if ``out`` exists.
     """
     if out.exists():
         raise DataError(f"{out} already exists; checkpoints are never overwritten")
@@ -124,9 +131,12 @@ def publish_model(
     shutil.rmtree(part, ignore_errors=True)
     try:
         (part / MEGATRON).mkdir(parents=True)
-        write(part / MEGATRON)
+        digests = write(part / MEGATRON)
         write_json(part / MODEL, model)
+        write_json(part / DIGESTS, digests_json(digests))
         copy_beside(hf_files, part / HF)
+        if verify is not None:
+            verify(part)
         part.rename(out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)

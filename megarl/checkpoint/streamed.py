@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.checkpoint.digests import Digests, DigestSum
 from megarl.checkpoint.stored import StoredWeights
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
@@ -53,8 +54,9 @@ def _places(mapping: ModelMapping) -> dict[str, Place]:
 # ---- importing -----------------------------------------------------------------------------------
 
 
-def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> None:
-    """Every weight of ``source`` into ``folder``, which is empty; complete when this returns.
+def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> Digests:
+    """Every weight of ``source`` into ``folder``, which is empty; complete when this returns
+    digests of them.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies, before anything is written.
@@ -62,15 +64,17 @@ def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> None:
     check_complete(source, spec, ())
     mapping = megatron_mapping(spec)
     places = _places(mapping)
+    sums = DigestSum(mapping.hf_spec(), mapping.copies())
     with (folder / _FILE).open("wb") as file:
         results = [_write(file, MetadataIndex(_COMMON), _bytes([{}]))]
         for name, place in places.items():
-            results += _write_parameter(file, place, _parameter(mapping, source, name))
+            results += _write_parameter(file, place, _parameter(mapping, source, name, sums))
         file.flush()
         os.fsync(file.fileno())
     writer = FileSystemWriter(folder)
     writer.finish(Metadata(_tensors(list(places.values()))), [results])
     write_json(folder / "metadata.json", _FORMAT)
+    return sums.digests()
 
 
 def _write_parameter(file: Any, place: Place, tensor: Tensor) -> list[WriteResult]:
@@ -81,9 +85,13 @@ def _write_parameter(file: Any, place: Place, tensor: Tensor) -> list[WriteResul
     ]
 
 
-def _parameter(mapping: ModelMapping, source: HfCheckpoint, name: str) -> Tensor:
+def _parameter(mapping: ModelMapping, source: HfCheckpoint, name: str, sums: DigestSum) -> Tensor:
     index = mapping.slice_of(name)
-    return mapping.to_megatron(name, [source.get(hf, index) for hf in mapping.hf_names(name)])
+    dtype = getattr(torch, mapping.rule_of(name).dtype or mapping.spec.dtype)
+    tensors = {hf: source.get(hf, index).to(dtype) for hf in mapping.hf_names(name)}
+    for hf, tensor in tensors.items():
+        sums.add(hf, tensor, index)
+    return mapping.to_megatron(name, list(tensors.values()))
 
 
 def _part(tensor: Tensor, chunk: Chunk) -> Tensor:
