@@ -1,25 +1,15 @@
-"""Hugging Face folders and Megatron checkpoints made of each other: what the tools of the same names
-do (``tools/convert_*.py``).
+"""Hugging Face folders and Megatron checkpoints made of each other: what the tools of the same
+names do (``tools/convert_*.py``).
 """
 
-import sys
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+import argparse
+import os
+from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
+from megarl.checkpoint.digests import DIGESTS, digests_json
 from megarl.checkpoint.manager import HF, MEGATRON, MODEL
 from megarl.checkpoint.models import (
     config_contradictions,
@@ -28,97 +18,91 @@ from megarl.checkpoint.models import (
 )
 from megarl.checkpoint.publish import publish
 from megarl.checkpoint.streamed import export_weights, items_of, places_of, write_weights
-from megarl.checkpoint.workers import Workers
+from megarl.checkpoint.workers import Workers, workers_of_launch
+from megarl.convert_display import progress
 from megarl.models.hf_complete import open_model
 from megarl.models.hf_files import copy_beside
+from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import megatron_mapping
 from megarl.models.spec import read_spec
 from megarl.rundir import write_json
 
-_LINE_S = 10.0  # between plain lines
+
+class Conversion(Protocol):
+    """One that can begin: its source has been looked at. ``num_bytes``: of its weights."""
+
+    num_bytes: int
+
+    def run(self, out: Path, workers: Workers) -> None:
+        """Make ``out``, in every process: whole or not at all."""
+        ...
 
 
-def import_model(
-    source: Path, out: Path, workers: Workers, *, allow_missing: Collection[str] = ()
-) -> int:
-    """Hugging Face folder ``source`` -> checkpoint of weights ``out``, in every process. The bytes
-    of its weights.
-
-    ``allow_missing``: tensors of the model that the folder may lack; they are zeros. Raises
-    DataError with everything that is wrong with the source, before anything is written.
+def perform(conversion: Conversion, out: Path, threads: int, timeout_s: float) -> None:
+    """In the processes that torchrun has started, or here alone; the first says how far it is.
+    ``timeout_s``: the longest that one process waits for another.
     """
-    spec = read_spec(source)
-    checkpoint = open_model(source, spec, allow_missing=allow_missing)
-    num_bytes = sum(item.num_bytes for item in items_of(places_of(megatron_mapping(spec))))
+    first = int(os.environ.get("RANK", "0")) == 0
+    own = conversion.num_bytes // int(os.environ.get("WORLD_SIZE", "1"))
+    shown = progress(f"writing {out}", own) if first else nullcontext(lambda num_bytes: None)
+    with shown as advance, workers_of_launch(threads, advance, timeout_s) as workers:
+        conversion.run(out, workers)
 
-    def write(folder: Path) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What both ways have."""
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be done; reads headers alone"
+    )
+    threads = min(8, os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=threads, help=f"a process; here {threads}")
+    waits = "the longest that one process waits for another; 1800"
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help=waits)
+
+
+class Import:
+    """Hugging Face folder ``source`` -> a checkpoint of weights."""
+
+    def __init__(self, source: Path, allow_missing: Collection[str] = ()) -> None:
+        """``allow_missing``: tensors of the model that the folder may lack; they are zeros. Raises
+        DataError with everything that is wrong with the source.
+        """
+        self.source, self.spec = source, read_spec(source)
+        self.checkpoint = open_model(source, self.spec, allow_missing=allow_missing)
+        self.mapping = megatron_mapping(self.spec)
+        self.num_bytes = weight_bytes(self.mapping)
+
+    def run(self, out: Path, workers: Workers) -> None:
+        publish(out, workers, self.num_bytes, lambda folder: self._write(folder, workers))
+
+    def _write(self, folder: Path, workers: Workers) -> None:
         weights = folder / MEGATRON
         workers.first(f"making {weights}", weights.mkdir)
-        write_weights(weights, checkpoint, spec, workers)
-        workers.first("writing what goes with the weights", lambda: beside(folder))
+        digests = write_weights(weights, self.checkpoint, self.spec, workers)
 
-    def beside(folder: Path) -> None:
-        write_json(folder / MODEL, spec.as_json())
-        copy_beside(source, folder / HF)
+        def beside() -> None:
+            write_json(folder / MODEL, self.spec.as_json())
+            write_json(folder / DIGESTS, digests_json(digests))
+            copy_beside(self.source, folder / HF)
 
-    publish(out, workers, num_bytes, write)
-    return num_bytes
-
-
-def export_model(source: Path, out: Path, workers: Workers) -> int:
-    """Checkpoint ``source``, of a run or of ``import_model``, -> Hugging Face folder ``out``, in
-    every process. The bytes of its weights.
-
-    Raises DataError with everything that is wrong with the source, before anything is written.
-    """
-    spec = stored_spec(source / MODEL)
-    meant = read_spec(source / HF)
-    require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
-    export_weights(source / MEGATRON, out, spec, metadata_from=source / HF)
-    return 0
+        workers.first("writing what goes with the weights", beside)
 
 
-@contextmanager
-def progress(
-    what: str, num_bytes: int, stream: IO[str] | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Yields what is to be told of bytes that are done, in any thread. A bar in a terminal, else a
-    line every ten seconds: bytes, rate and time left.
-    """
-    stream = stream or sys.stderr
-    if not stream.isatty():
-        yield _Lines(what, num_bytes, stream).advance
-        return
-    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, console=Console(file=stream)
-    ) as bar:
-        task = bar.add_task(what, total=num_bytes)
-        yield lambda done: bar.advance(task, done)
+class Export:
+    """Checkpoint ``source``, of a run or of ``Import``, -> a Hugging Face folder."""
+
+    def __init__(self, source: Path) -> None:
+        """Raises DataError with everything that is wrong with the source."""
+        self.source, self.spec = source, stored_spec(source / MODEL)
+        meant = read_spec(source / HF)
+        require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
+        self.mapping = megatron_mapping(self.spec)
+        self.num_bytes = weight_bytes(self.mapping)
+
+    def run(self, out: Path, workers: Workers) -> None:
+        export_weights(self.source / MEGATRON, out, self.spec, metadata_from=self.source / HF)
 
 
-class _Lines:
-    def __init__(
-        self,
-        what: str,
-        num_bytes: int,
-        stream: IO[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._what, self._total, self._stream, self._clock = what, num_bytes, stream, clock
-        self._lock = threading.Lock()
-        self._done, self._begin = 0, clock()
-        self._printed = self._begin
-
-    def advance(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done += num_bytes
-            now = self._clock()
-            if now - self._printed < _LINE_S:
-                return
-            self._printed = now
-            rate = self._done / (now - self._begin)
-            left = (self._total - self._done) / rate
-            done = f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB"
-            text = f"{self._what}: {done}, {rate / 1e6:.0f} MB/s, {left:.0f} s left"
-            print(text, file=self._stream, flush=True)
+def weight_bytes(mapping: ModelMapping) -> int:
+    """Of a model in Megatron, padding of its vocabulary included."""
+    return sum(item.num_bytes for item in items_of(places_of(mapping)))

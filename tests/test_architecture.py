@@ -27,6 +27,8 @@ LAYERS = [
     {"algos", "models", "data"},
     {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
     {
+        "convert",
+        "convert_display",
         "loop",
         "parts",
         "planning",

@@ -9,6 +9,7 @@ complete.
                        loop.json     everything else: step, weights version, prompt cursor
                        model.json    the policy's dimensions
                        critic.json   the critic's, if there is one
+                       digests.json  of imported weights: what they were (digests.py)
                        hf/           config and tokenizer files of the model
 
 ``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.digests import Digests, DigestSum
 from megarl.checkpoint.stored import StoredWeights
 from megarl.checkpoint.torch_dist import ChunkFile, Written, finish
 from megarl.checkpoint.workers import Item, Thread, Workers
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
-from megarl.models.hf_parameters import Seen, read_parameter
+from megarl.models.hf_parameters import read_parameter
 from megarl.models.hf_write import Entry, write_checkpoint
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import Place, megatron_mapping, parameter_names, place_of
@@ -34,31 +35,33 @@ def items_of(places: dict[str, Place]) -> list[Item]:
 
 
 def write_weights(
-    folder: Path,
-    source: HfCheckpoint,
-    spec: ModelSpec,
-    workers: Workers | None = None,
-    seen: Seen | None = None,
-) -> None:
-    """Every weight of ``source`` into ``folder``, which is empty; complete when this returns.
-    Collective over ``workers``, by default this process alone. ``seen``: as ``read_parameter``;
-    called in any thread.
+    folder: Path, source: HfCheckpoint, spec: ModelSpec, workers: Workers | None = None
+) -> Digests:
+    """Every weight of ``source`` into ``folder``, which is empty; complete when this returns
+    digests of them (in the first process; of all). Collective over ``workers``, by default this
+    process alone.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies, before anything is written.
     """
     workers = workers or Workers()
-    check_complete(source, spec, (), allow_missing=source.missing)
+    check_complete(source, spec, allow_missing=source.missing)
     mapping = megatron_mapping(spec)
     places = places_of(mapping)
+    sums = DigestSum(mapping.hf_spec(), mapping.copies())
     written = workers.together(
-        "writing weights", lambda: _write_share(folder, source, mapping, places, workers, seen)
+        "writing weights", lambda: _write_share(folder, source, mapping, places, workers, sums)
     )
-    parts = workers.gather(written)
-    workers.first(
-        "completing the checkpoint",
-        lambda: finish(folder, places.values(), (one for part in parts for one in part)),
-    )
+    parts = workers.gather([written, sums.sums()])
+    for _, others in parts[1:]:
+        sums.merge(others)
+
+    def complete() -> Digests:
+        finish(folder, places.values(), (one for chunks, _ in parts for one in chunks))
+        return sums.digests()
+
+    digests: Digests | None = workers.first("completing the checkpoint", complete)
+    return digests or {}
 
 
 def _write_share(
@@ -67,14 +70,14 @@ def _write_share(
     mapping: ModelMapping,
     places: dict[str, Place],
     workers: Workers,
-    seen: Seen | None,
+    sums: DigestSum,
 ) -> list[Written]:
     files = [ChunkFile(folder, workers.rank, number) for number in range(workers.threads)]
 
     def write(item: Item, thread: Thread) -> None:
         place = places[item.name]
         with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
-            read_parameter(source, mapping, item.name, parameter, seen=seen)
+            read_parameter(source, mapping, item.name, parameter, seen=sums.add)
             for chunk in place.chunks:
                 rows = parameter[chunk.begin : chunk.end].view(chunk.sizes)
                 files[thread.number].write(place.key, chunk.offsets, rows)

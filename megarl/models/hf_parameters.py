@@ -3,7 +3,8 @@ whole model's tensors only what a shard takes is read, and nothing is held twice
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,7 +13,16 @@ from megarl.models.mapping import ModelMapping, Part
 from megarl.models.operators import Span
 
 SLAB = 16 * 2**20  # bytes; more where one row of a tensor, or of a view, has more
-Seen = Callable[[str, int | None, int, Tensor], None]
+
+
+class Seen(Protocol):
+    """Told of what was read: ``values`` are of HF tensor ``name``, or of its entry ``index``, from
+    ``offset`` on, in the dtype of the parameter.
+    """
+
+    def __call__(
+        self, name: str, values: Tensor, index: int | None, *, offset: Sequence[int]
+    ) -> None: ...
 
 
 def read_parameter(
@@ -24,9 +34,7 @@ def read_parameter(
     tp_size: int = 1,
     seen: Seen | None = None,
 ) -> None:
-    """Fill ``shard``, of ``tp_rank``, of parameter ``name``; its padding is 0. ``seen`` is told of
-    everything that is read: HF tensor, entry of it or None, first row, values as the folder has
-    them.
+    """Fill ``shard``, of ``tp_rank``, of parameter ``name``; its padding is 0.
 
     Raises DataError as ``HfCheckpoint.get``, or where ``tp_size`` does not divide the parameter.
     """
@@ -35,16 +43,22 @@ def read_parameter(
     if sum(math.prod(part.shape) for part in parts) < shard.numel():
         shard.zero_()
     for part, view in zip(parts, mapping.views(name, shard, parts), strict=True):
-        if part.name in source.missing:
-            view.zero_()
-            continue
         for rows, slab in slabs(view, part):
-            spans = {"columns": part.span} if part.axis == 1 else {}
-            first = part.span[0] if part.axis == 0 else 0
-            here = (first + rows[0], first + rows[1])
-            values = source.get(part.name, part.index, rows=here, into=slab, **spans)
+            values = _read(source, part, rows, slab)
             if seen is not None:
-                seen(part.name, part.index, here[0], values)
+                offset = [rows[0], *(0 for _ in part.shape[1:])]
+                offset[part.axis] += part.span[0]
+                seen(part.name, values.to(slab.dtype), part.index, offset=offset)
+
+
+def _read(source: HfCheckpoint, part: Part, rows: Span, slab: Tensor) -> Tensor:
+    """``rows`` of ``part``, of which ``slab`` has the place."""
+    if part.name in source.missing:
+        return slab.zero_().reshape(rows[1] - rows[0], *part.shape[1:])
+    first = part.span[0] if part.axis == 0 else 0
+    here = (first + rows[0], first + rows[1])
+    columns = part.span if part.axis == 1 else None
+    return source.get(part.name, part.index, rows=here, columns=columns, into=slab)
 
 
 def slabs(view: Tensor, part: Part) -> Iterator[tuple[Span, Tensor]]:

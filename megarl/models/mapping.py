@@ -91,11 +91,6 @@ class Part:
     span: tuple[int, int]
     shape: tuple[int, ...]  # of what it takes
 
-    @property
-    def spans(self) -> dict[str, tuple[int, int]]:
-        """As ``HfCheckpoint.get`` takes it."""
-        return {("rows", "columns")[self.axis]: self.span}
-
 
 class FamilyRules(Protocol):
     def __call__(self, spec: ModelSpec) -> tuple[Rule, ...]: ...
