@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megarl.checkpoint.digests import DIGESTS, digests_json
-from megarl.checkpoint.manager import HF, MEGATRON, MODEL
+from megarl.checkpoint.manager import FILES, HF, MEGATRON, MODEL, read_json
 from megarl.checkpoint.models import (
     config_contradictions,
     require_no_contradictions,
@@ -22,6 +22,8 @@ from megarl.checkpoint.workers import Workers, workers_of_launch
 from megarl.convert_display import progress
 from megarl.models.hf_complete import open_model
 from megarl.models.hf_files import copy_beside
+from megarl.models.hf_headers import weight_map
+from megarl.models.hf_write import write_beside
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import megatron_mapping
 from megarl.models.spec import read_spec
@@ -82,6 +84,7 @@ class Import:
 
         def beside() -> None:
             write_json(folder / MODEL, self.spec.as_json())
+            write_json(folder / FILES, weight_map(self.source))
             write_json(folder / DIGESTS, digests_json(digests))
             copy_beside(self.source, folder / HF)
 
@@ -100,7 +103,17 @@ class Export:
         self.num_bytes = weight_bytes(self.mapping)
 
     def run(self, out: Path, workers: Workers) -> None:
-        export_weights(self.source / MEGATRON, out, self.spec, metadata_from=self.source / HF)
+        publish(out, workers, self.num_bytes, lambda folder: self._write(folder, workers))
+
+    def _write(self, folder: Path, workers: Workers) -> None:
+        files = self.source / FILES
+        before = read_json(files) if files.exists() else {}
+        export_weights(self.source / MEGATRON, folder, self.spec, workers, files=before)
+        specs = self.mapping.hf_spec()
+        workers.first(
+            "writing what goes with the weights",
+            lambda: write_beside(self.source / HF, folder, specs),
+        )
 
 
 def weight_bytes(mapping: ModelMapping) -> int:

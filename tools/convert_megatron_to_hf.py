@@ -3,30 +3,23 @@
 folder::
 
 python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
+torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py CHECKPOINT OUT    # in 8 processes
 
-No model is built: memory holds one parameter of one layer, one expert at a time.
+No model is built: memory holds one parameter of one layer, one expert at a time. OUT appears when
+it is whole. docs/conversion.md has more.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from megarl.checkpoint.manager import HF, MEGATRON, MODEL
-from megarl.checkpoint.models import (
-    config_contradictions,
-    require_no_contradictions,
-    stored_spec,
-)
-from megarl.checkpoint.streamed import export_weights
+from megarl.convert import Export, add_arguments, perform
+from megarl.convert_display import show_mapping
 from megarl.errors import MegarlError
-from megarl.models.spec import read_spec
 
 
-def convert(source: Path, out: Path) -> None:
-    spec = stored_spec(source / MODEL)
-    meant = read_spec(source / HF)
-    require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
-    export_weights(source / MEGATRON, out, spec, metadata_from=source / HF)
+def convert(source: Path, out: Path, threads: int = 1, timeout_s: float = 60.0) -> None:
+    perform(Export(source), out, threads, timeout_s)
     print(f"{out}: from {source}")
 
 
@@ -38,9 +31,13 @@ def main() -> int:
         "source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60"
     )
     parser.add_argument("out", type=Path, help="Hugging Face folder, must not exist")
+    add_arguments(parser)
     args = parser.parse_args()
     try:
-        convert(args.source, args.out)
+        if args.dry_run:
+            show_mapping(Export(args.source).mapping)
+            return 0
+        convert(args.source, args.out, args.threads, args.timeout_s)
     except MegarlError as e:
         print(f"convert_megatron_to_hf: {e}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ complete.
                        model.json    the policy's dimensions
                        critic.json   the critic's, if there is one
                        digests.json  of imported weights: what they were (digests.py)
+                       files.json    {tensor: file} of the Hugging Face folder it comes from
                        hf/           config and tokenizer files of the model
 
 ``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,
@@ -29,12 +30,14 @@ import torch.distributed as dist
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
 from megarl.models.hf_files import copy_beside
+from megarl.models.hf_headers import weight_map
 from megarl.rundir import write_json
 
 _NAME = re.compile(r"step_(\d+)")
 MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
 WriteParts = dict[str, Callable[[Path], None]]  # by folder; each writes on all ranks
 LOOP, MODEL, CRITIC_MODEL, HF = "loop.json", "model.json", "critic.json", "hf"
+FILES = "files.json"
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class CheckpointManager:
             write_json(part / LOOP, {"step": step, **loop_state})
             for name, model in models.items():
                 write_json(part / name, model)
+            if files := weight_map(hf_files):
+                write_json(part / FILES, files)
             copy_beside(hf_files, part / HF)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)

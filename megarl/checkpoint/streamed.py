@@ -3,7 +3,7 @@ back, one parameter after another: no model is built, and memory holds what one 
 for one layer, one expert at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +15,8 @@ from megarl.checkpoint.torch_dist import ChunkFile, Written, finish
 from megarl.checkpoint.workers import Item, Thread, Workers
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
-from megarl.models.hf_parameters import read_parameter
-from megarl.models.hf_write import Entry, write_checkpoint
+from megarl.models.hf_parameters import read_parameter, slabs
+from megarl.models.hf_write import HfWriter
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import Place, megatron_mapping, parameter_names, place_of
 from megarl.models.spec import ModelSpec
@@ -93,27 +93,52 @@ def _write_share(
 # ---- exporting -----------------------------------------------------------------------------------
 
 
-def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path) -> None:
+def export_weights(
+    folder: Path,
+    out: Path,
+    spec: ModelSpec,
+    workers: Workers | None = None,
+    *,
+    files: Mapping[str, str] | None = None,
+) -> None:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, as the Hugging Face folder ``out``: whole or not at all (``hf_write``).
+    without, into ``out``, which is empty: complete when this returns. Collective over ``workers``,
+    by default this process alone. ``files``: as ``HfWriter``.
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
     the model's.
     """
+    workers = workers or Workers()
     mapping = megatron_mapping(spec)
-    stored = StoredWeights(folder)
     places = places_of(mapping)
+    stored = StoredWeights(folder)
     stored.check(list(places.values()))
-    tensors = _exported(mapping, places, stored)
-    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from)
+    writer = HfWriter(out, mapping.hf_spec(), files=files)
+    workers.first("creating files", writer.create)
+
+    def write(item: Item, thread: Thread) -> None:
+        place = places[item.name]
+        with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
+            stored.read(place, parameter)
+            _write_tensors(writer, mapping, item.name, parameter)
+
+    def write_share() -> None:
+        try:
+            workers.run(workers.share(items_of(places)), write)
+        finally:
+            writer.close()
+
+    workers.together("writing weights", write_share)
+    elements = workers.gather(writer.elements())
+    workers.first("completing the folder", lambda: writer.complete(elements))
 
 
-def _exported(
-    mapping: ModelMapping, places: dict[str, Place], stored: StoredWeights
-) -> Iterator[tuple[str, Tensor | Entry]]:
-    for name, place in places.items():
-        index = mapping.slice_of(name)
-        parameter = torch.empty(place.parameter, dtype=getattr(torch, place.dtype))
-        stored.read(place, parameter)
-        for hf, tensor in mapping.to_hf(name, [parameter]):
-            yield hf, tensor if index is None else Entry(index, tensor)
+def _write_tensors(writer: HfWriter, mapping: ModelMapping, name: str, parameter: Tensor) -> None:
+    parts = mapping.parts(name)
+    names = [[part.name] for part in parts]
+    names[0] += [hf for hf, _ in mapping.exported(name)[len(parts) :]]  # copies
+    for part, view, same in zip(parts, mapping.views(name, parameter, parts), names, strict=True):
+        for (begin, end), slab in slabs(view, part):
+            values = slab.reshape(end - begin, *part.shape[1:])
+            for hf in same:
+                writer.write(hf, values, part.index, begin)
