@@ -103,10 +103,10 @@ class Workers:
                     return
                 try:
                     do(item, thread)
+                    with lock:
+                        self.advance(item.num_bytes)
                 except BaseException as e:
                     errors.append(e)
-                with lock:
-                    self.advance(item.num_bytes)
 
         others = [
             threading.Thread(target=work, args=(Thread(number, Memory(), large),))
