@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.stored import StoredWeights
+from megarl.models.fp8_export import Fp8Export
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
 from megarl.models.hf_write import Entry, write_checkpoint
@@ -124,9 +125,15 @@ def _tensors(places: Sequence[Place]) -> dict[str, Any]:
 # ---- exporting -----------------------------------------------------------------------------------
 
 
-def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path) -> None:
+def export_weights(
+    folder: Path,
+    out: Path,
+    spec: ModelSpec,
+    metadata_from: Path,
+    fp8: Fp8Export | None = None,
+) -> None:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, as the Hugging Face folder ``out``:
+    without, as the Hugging Face folder ``out``, plain or in FP8 blocks:
     whole or not at all (``hf_write.write_checkpoint``).
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
@@ -137,7 +144,16 @@ def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path
     places = _places(mapping)
     stored.check(list(places.values()))
     tensors = _exported(mapping, places, stored)
-    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from)
+    if fp8 is None:
+        write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from)
+    else:
+        write_checkpoint(
+            out,
+            fp8.quantised(tensors),
+            fp8.specs,
+            metadata_from,
+            quantization=fp8.config(),
+        )
 
 
 def _exported(

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from torch import Tensor
 from megarl.errors import DataError
 from megarl.models.config_json import read_object
 from megarl.models.hf_files import copy_beside
-from megarl.models.hf_fp8 import KEY
-from megarl.models.hf_headers import INDEX, SINGLE
+from megarl.models.hf_fp8 import KEY, SCALE
+from megarl.models.hf_headers import DTYPES, INDEX, SINGLE
 from megarl.types import TensorSpec
 
-_CODES = {"F32": torch.float32, "BF16": torch.bfloat16}
-_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_CODE_OF = {dtype: code for code, dtype in _CODES.items()}
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+_CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
+_FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ def write_checkpoint(
     specs: Sequence[TensorSpec],
     metadata_from: Path,
     max_shard_bytes: int = 5 * 2**30,
+    *,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a Hugging Face folder that holds exactly ``specs`` and the source's other files.
+    ``quantization``: what config.json says of FP8 among them (``fp8_export.py``).
 
     ``tensors`` may come in any order, each whole or in entries, and is consumed one at a time. The
     folder appears whole or not at all. Raises DataError when it already holds something, or when a
@@ -53,11 +56,12 @@ def write_checkpoint(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists; checkpoints are never overwritten")
+    dtypes = [name for name in _NAMES if name != _FP8 or quantization is not None]
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
-        _write_tensors(part, tensors, _plan(specs, max_shard_bytes))
-        _copy_metadata(Path(metadata_from), part, specs)
+        _write_tensors(part, tensors, _plan(specs, max_shard_bytes, dtypes))
+        _copy_metadata(Path(metadata_from), part, specs, quantization)
         os.replace(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -75,15 +79,15 @@ class _Shard:
     size: int
 
 
-def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int) -> list[_Shard]:
+def _plan(specs: Sequence[TensorSpec], max_shard_bytes: int, dtypes: Sequence[str]) -> list[_Shard]:
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
             raise DataError(f"tensor {spec.name} is announced twice")
-        if spec.dtype not in _NAMES:
-            accepted = ", ".join(_NAMES)
+        if spec.dtype not in dtypes:
+            accepted = ", ".join(dtypes)
             raise DataError(f"tensor {spec.name}: dtype {spec.dtype}; accepted: {accepted}")
         seen.add(spec.name)
         if groups[-1] and filled + _nbytes(spec) > max_shard_bytes:
@@ -173,9 +177,14 @@ def _write_tensor(path: Path, tensor: Tensor, spec: TensorSpec, offset: int) -> 
         file.write(raw.numpy().data)
 
 
-def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> None:
+def _copy_metadata(
+    source: Path,
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    quantization: Mapping[str, Any] | None,
+) -> None:
     """The source's files as they are, but for config.json where it speaks of other weights: the
-    dtype that most have, and FP8 that was read as plain values.
+    dtype that most have, FP8 in blocks being no dtype of the model's, and what is in FP8.
     """
     copy_beside(source, folder)
     config_path = folder / "config.json"
@@ -183,9 +192,12 @@ def _copy_metadata(source: Path, folder: Path, specs: Sequence[TensorSpec]) -> N
         raise DataError(f"{source} holds no config.json to go with the weights")
     config = read_object(config_path)
     found = dict(config)
-    dtype, _ = Counter(spec.dtype for spec in specs).most_common(1)[0]
+    plain = [spec.dtype for spec in specs if spec.dtype != _FP8 and not spec.name.endswith(SCALE)]
+    dtype, _ = Counter(plain).most_common(1)[0]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     config.pop(KEY, None)
+    if quantization is not None:
+        config[KEY] = dict(quantization)
     if config != found:
         config_path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
