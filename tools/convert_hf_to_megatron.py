@@ -13,9 +13,8 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from megarl.convert import Import, add_arguments, perform
+from megarl.convert import Import, add_arguments, perform, tool
 from megarl.convert_display import show_mapping
-from megarl.errors import MegarlError
 
 
 def convert(
@@ -40,15 +39,14 @@ def main() -> int:
     parser.add_argument("--allow-missing", nargs="+", default=[], metavar="NAME", help=lack)
     add_arguments(parser)
     args = parser.parse_args()
-    try:
+
+    def work() -> None:
         if args.dry_run:
             show_mapping(Import(args.source, args.allow_missing).mapping)
-            return 0
-        convert(args.source, args.out, args.allow_missing, args.threads, args.timeout_s)
-    except MegarlError as e:
-        print(f"convert_hf_to_megatron: {e}", file=sys.stderr)
-        return 1
-    return 0
+        else:
+            convert(args.source, args.out, args.allow_missing, args.threads, args.timeout_s)
+
+    return tool("convert_hf_to_megatron", work)
 
 
 if __name__ == "__main__":

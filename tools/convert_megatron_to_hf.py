@@ -6,20 +6,28 @@ python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/dem
 torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py CHECKPOINT OUT    # in 8 processes
 
 No model is built: memory holds one parameter of one layer, one expert at a time. OUT appears when
-it is whole. docs/conversion.md has more.
+it is whole. ``--fp8`` writes the linears in blocks of 128 x 128. docs/conversion.md has more.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.convert import Export, add_arguments, perform
+from megarl.convert import Export, add_arguments, perform, tool
 from megarl.convert_display import show_mapping
-from megarl.errors import MegarlError
+from megarl.models.fp8_export import SCALES
 
 
-def convert(source: Path, out: Path, threads: int = 1, timeout_s: float = 60.0) -> None:
-    perform(Export(source), out, threads, timeout_s)
+def convert(
+    source: Path,
+    out: Path,
+    fp8: str | None = None,
+    exclude: Sequence[str] = (),
+    threads: int = 1,
+    timeout_s: float = 60.0,
+) -> None:
+    perform(Export(source, fp8, exclude), out, threads, timeout_s)
     print(f"{out}: from {source}")
 
 
@@ -27,21 +35,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60"
-    )
+    step = "checkpoint folder, such as RUN/checkpoints/step_60"
+    parser.add_argument("source", type=Path, help=step)
     parser.add_argument("out", type=Path, help="Hugging Face folder, must not exist")
+    scales = "in FP8: f32 or power_of_two scales"
+    parser.add_argument("--fp8", choices=list(SCALES), metavar="SCALES", help=scales)
+    plain = "modules that stay plain, such as model.layers.0 or self_attn.kv_b_proj"
+    parser.add_argument("--fp8-exclude", nargs="+", default=[], metavar="MODULE", help=plain)
     add_arguments(parser)
     args = parser.parse_args()
-    try:
+    if args.fp8_exclude and not args.fp8:
+        parser.error("--fp8-exclude has no effect without --fp8")
+    fp8 = args.fp8, args.fp8_exclude
+
+    def work() -> None:
         if args.dry_run:
-            show_mapping(Export(args.source).mapping)
-            return 0
-        convert(args.source, args.out, args.threads, args.timeout_s)
-    except MegarlError as e:
-        print(f"convert_megatron_to_hf: {e}", file=sys.stderr)
-        return 1
-    return 0
+            show_mapping(Export(args.source, *fp8).mapping)
+        else:
+            convert(args.source, args.out, *fp8, args.threads, args.timeout_s)
+
+    return tool("convert_megatron_to_hf", work)
 
 
 if __name__ == "__main__":

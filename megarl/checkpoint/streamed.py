@@ -3,7 +3,7 @@ back, one parameter after another: no model is built, and memory holds what one 
 for one layer, one expert at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,10 +13,11 @@ from megarl.checkpoint.digests import Digests, DigestSum
 from megarl.checkpoint.stored import StoredWeights
 from megarl.checkpoint.torch_dist import ChunkFile, Written, finish
 from megarl.checkpoint.workers import Item, Thread, Workers
+from megarl.models.fp8_export import Fp8Export
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
 from megarl.models.hf_parameters import read_parameter, slabs
-from megarl.models.hf_write import HfWriter
+from megarl.models.hf_write import Entry, HfWriter
 from megarl.models.mapping import ModelMapping
 from megarl.models.sharded import Place, megatron_mapping, parameter_names, place_of
 from megarl.models.spec import ModelSpec
@@ -92,6 +93,8 @@ def _write_share(
 
 # ---- exporting -----------------------------------------------------------------------------------
 
+WriteItem = Callable[[Item, Thread, HfWriter], None]
+
 
 def export_weights(
     folder: Path,
@@ -100,31 +103,40 @@ def export_weights(
     workers: Workers | None = None,
     *,
     files: Mapping[str, str] | None = None,
+    fp8: Fp8Export | None = None,
 ) -> None:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, into ``out``, which is empty: complete when this returns. Collective over ``workers``,
-    by default this process alone. ``files``: as ``HfWriter``.
+    without, into ``out``, which is empty, plain or in FP8 blocks: complete when this returns.
+    Collective over ``workers``, by default this process alone. ``files``: as ``HfWriter``.
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
     the model's.
     """
-    workers = workers or Workers()
     mapping = megatron_mapping(spec)
     places = places_of(mapping)
     stored = StoredWeights(folder)
     stored.check(list(places.values()))
-    writer = HfWriter(out, mapping.hf_spec(), files=files)
-    workers.first("creating files", writer.create)
 
-    def write(item: Item, thread: Thread) -> None:
+    def write(item: Item, thread: Thread, writer: HfWriter) -> None:
         place = places[item.name]
         with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
             stored.read(place, parameter)
-            _write_tensors(writer, mapping, item.name, parameter)
+            for hf, row, values in _tensors(mapping, item.name, parameter, fp8):
+                writer.write(hf, values, row)
+
+    specs = mapping.hf_spec() if fp8 is None else fp8.specs
+    write_folder(HfWriter(out, specs, files=files), items_of(places), write, workers or Workers())
+
+
+def write_folder(
+    writer: HfWriter, items: Sequence[Item], write: WriteItem, workers: Workers
+) -> None:
+    """Let ``write`` write all items, shared over ``workers``; durable when this returns."""
+    workers.first("creating files", writer.create)
 
     def write_share() -> None:
         try:
-            workers.run(workers.share(items_of(places)), write)
+            workers.run(workers.share(items), lambda item, thread: write(item, thread, writer))
         finally:
             writer.close()
 
@@ -133,12 +145,21 @@ def export_weights(
     workers.first("completing the folder", lambda: writer.complete(elements))
 
 
-def _write_tensors(writer: HfWriter, mapping: ModelMapping, name: str, parameter: Tensor) -> None:
+def _tensors(
+    mapping: ModelMapping, name: str, parameter: Tensor, fp8: Fp8Export | None
+) -> Iterator[tuple[str, int, Tensor | Entry]]:
+    """(HF tensor, first row, values) of all that a parameter holds. What goes into
+    codes comes whole, the rest in slabs.
+    """
     parts = mapping.parts(name)
-    names = [[part.name] for part in parts]
-    names[0] += [hf for hf, _ in mapping.exported(name)[len(parts) :]]  # copies
+    copies = [hf for hf, _ in mapping.exported(name)[len(parts) :]]
+    names = [[parts[0].name, *copies], *([part.name] for part in parts[1:])]
     for part, view, same in zip(parts, mapping.views(name, parameter, parts), names, strict=True):
+        if fp8 is not None and part.name in fp8.codes:
+            for hf, tensor in fp8.parts(part.name, view.reshape(part.shape)):
+                yield hf, 0, tensor
+            continue
         for (begin, end), slab in slabs(view, part):
             values = slab.reshape(end - begin, *part.shape[1:])
-            for hf in same:
-                writer.write(hf, values, part.index, begin)
+            entry = values if part.index is None else Entry(part.index, values)
+            yield from ((hf, begin, entry) for hf in same)

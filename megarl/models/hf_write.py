@@ -85,15 +85,16 @@ class HfWriter:
                 file.write(shard.header)
                 file.truncate(shard.size)
 
-    def write(self, name: str, values: Tensor, index: int | None = None, row: int = 0) -> None:
-        """``values`` are tensor ``name``, or its entry ``index``; or of either the rows from
-        ``row`` on.
+    def write(self, name: str, values: Tensor | Entry, row: int = 0) -> None:
+        """``values`` are tensor ``name``, or an entry of it; or of either the rows from ``row`` on.
 
         Raises DataError where the model has no such tensor, for values that are not of its shape
         and dtype, or that came before.
         """
         if name not in self._places:
             raise DataError(f"tensor {name} is not part of the announced model")
+        index = values.index if isinstance(values, Entry) else None
+        values = values.values if isinstance(values, Entry) else values
         file, spec, offset = self._places[name]
         if index is not None and not 0 <= index < spec.shape[0]:
             raise DataError(f"tensor {name}: found entry {index}; announced {list(spec.shape)}")
@@ -174,8 +175,7 @@ def write_checkpoint(
         writer = HfWriter(part, specs, max_shard_bytes=max_shard_bytes)
         writer.create()
         for name, tensor in tensors:
-            index = tensor.index if isinstance(tensor, Entry) else None
-            writer.write(name, tensor.values if isinstance(tensor, Entry) else tensor, index)
+            writer.write(name, tensor)
         writer.close()
         writer.complete([writer.elements()])
         write_beside(Path(metadata_from), part, specs, quantization)
