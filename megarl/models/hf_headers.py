@@ -70,7 +70,7 @@ def read_headers(folder: Path) -> Headers:
         return found
     listed_in: dict[str, set[str]] = {file: set() for file in files}
     for name, file in index.items():
-        if file in listed_in:
+        if isinstance(file, str) and file in listed_in:
             listed_in[file].add(name)
     for file in files:
         listed = listed_in[file]
