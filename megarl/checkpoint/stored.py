@@ -4,22 +4,17 @@
 file it lies and where. Chunks are as the ranks that wrote them had them.
 """
 
-import io
-import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from megarl.checkpoint.chunk import load_chunk
 from megarl.errors import DataError
 from megarl.models.sharded import Place
-
-_PIECE = 2**20  # bytes read at once
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -65,19 +60,13 @@ class StoredWeights:
             title = f"{self.folder}: tensors and model do not fit ({len(faults)} faults)"
             raise DataError("\n  ".join([title, *shown]))
 
-    def read(self, place: Place) -> Tensor:
-        """The whole parameter, in the dtype of ``place``. Raises DataError where parts of it are
-        missing.
+    def read(self, place: Place, parameter: Tensor) -> None:
+        """Fill ``parameter``, contiguous and of the dtype of ``place``. Raises DataError where
+        parts of it are missing or damaged.
         """
-        dtype = getattr(torch, place.dtype)
-        whole = MetadataIndex(place.key, place.chunks[0].offsets)
-        if len(place.chunks) == 1 and self._sizes.get(whole) == place.chunks[0].sizes:
-            return self._load(whole).view(place.parameter).to(dtype)
-        found = torch.empty(place.parameter, dtype=dtype)
         for chunk in place.chunks:
-            rows = found[chunk.begin : chunk.end].view(chunk.sizes)
+            rows = parameter[chunk.begin : chunk.end].view(chunk.sizes)
             self._fill(rows, place.key, chunk.offsets)
-        return found
 
     def _fill(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
         """``target`` begins at ``offsets`` of tensor ``key``."""
@@ -89,7 +78,12 @@ class StoredWeights:
             here, there = _ends(offsets, target.shape), _ends(index.offset, sizes)
             last = [min(a, b) for a, b in zip(here, there, strict=True)]
             part = target[_within(offsets, first, last)]
-            part.copy_(self._load(index)[_within(index.offset, first, last)])
+            if part.shape == sizes:
+                loaded = self._load(index, part)
+            else:
+                loaded = self._load(index)[_within(index.offset, first, last)]
+            if loaded.data_ptr() != part.data_ptr():
+                part.copy_(loaded)
             count += part.numel()
         if count != target.numel():
             missing = f"{target.numel() - count} of {target.numel()} values at {list(offsets)}"
@@ -111,68 +105,12 @@ class StoredWeights:
             )
         ]
 
-    def _load(self, index: MetadataIndex) -> Tensor:
+    def _load(self, index: MetadataIndex, into: Tensor | None = None) -> Tensor:
         """One chunk."""
         where = self._where[index]
+        what = f"{index.fqn} at {list(index.offset or ())}"
         path = self.folder / where.relative_path
-        with path.open("rb") as file:
-            try:
-                tensor = _load_tensor(cast(IO[bytes], _Part(file, where.offset, where.length)))
-            except (zipfile.BadZipFile, RuntimeError, EOFError) as e:
-                what = f"{index.fqn} at {list(index.offset or ())}"
-                raise DataError(f"{path}: {what} is damaged ({e})") from e
-        return tensor.view(self._sizes[index])
-
-
-class _Part(io.RawIOBase):
-    """``length`` bytes of a file, from ``begin`` on, as a file of their own."""
-
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        super().__init__()
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(f"seek to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._begin + self._at)
-        data = self._file.read(len(wanted))
-        wanted[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _load_tensor(stream: IO[bytes]) -> Tensor:
-    """What ``torch.save`` wrote, checked against its checksum. torch's own reader would hold the
-    bytes twice.
-    """
-    like: Tensor = torch.load(stream, map_location="meta", weights_only=True)
-    buffer = bytearray(like.untyped_storage().nbytes())
-    with zipfile.ZipFile(stream) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("/data/0"))
-        with archive.open(name) as data:
-            begin = 0
-            while piece := data.read(_PIECE):  # the last checks the checksum
-                buffer[begin : begin + len(piece)] = piece
-                begin += len(piece)
-    if begin != like.untyped_storage().nbytes():
-        raise EOFError(f"{begin} bytes of {like.untyped_storage().nbytes()}")
-    values = torch.frombuffer(buffer, dtype=like.dtype)
-    return values.as_strided(like.shape, like.stride(), like.storage_offset())
+        return load_chunk(path, where.offset, where.length, what, into).view(self._sizes[index])
 
 
 def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:

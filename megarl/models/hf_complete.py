@@ -11,7 +11,7 @@ from megarl.models.hf_io import HfCheckpoint, inspect_folder
 from megarl.models.mapping import ModelMapping, mapping_for
 from megarl.models.spec import ModelSpec
 
-_COMPARED_AT_ONCE = 2**26  # elements
+_COMPARED_AT_ONCE = 2**22  # elements
 
 
 def open_model(
@@ -23,7 +23,8 @@ def open_model(
 ) -> HfCheckpoint:
     """The folder, if it is whole and the model of ``spec``; by headers alone.
 
-    ``allow_missing``: tensors that the model has and the folder lacks, by name. ``extra``: tensors
+    ``allow_missing``: tensors that the model has and the folder lacks, by name: they are zeros in
+    what is made of it. ``extra``: tensors
     that are not looked at, whether there or not. Raises one DataError with every fault of the
     files, of FP8 in them and of what they hold.
     """
@@ -31,6 +32,7 @@ def open_model(
     faults += _tensor_faults(checkpoint, spec, mapping_for(spec), allow_missing, extra)
     if faults:
         raise fault_list(checkpoint.folder, faults)
+    checkpoint.missing = frozenset(allow_missing)
     return checkpoint
 
 

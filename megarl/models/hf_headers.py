@@ -91,6 +91,18 @@ def read_headers(folder: Path) -> Headers:
     return found
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """{tensor: file}, in the order of the files; empty where the folder has no weights, or damaged
+    ones: what only wants to know their names does not fail of that.
+    """
+    try:
+        headers = read_headers(folder)
+    except DataError:
+        return {}
+    places = {} if headers.faults else headers.places
+    return {name: place.file.name for name, place in places.items()}
+
+
 def fault_list(folder: Path, faults: list[str]) -> DataError:
     """All of them, one a line."""
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"

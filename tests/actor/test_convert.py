@@ -195,5 +195,6 @@ def test_an_existing_checkpoint_is_never_overwritten(
     pool: WorkerPool, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
     error = convert(pool, "convert_hf_to_megatron", tiny_model, tmp_path / "out")
     assert error is not None and "already exists" in error

@@ -10,9 +10,10 @@ import resource
 import sys
 from pathlib import Path
 
-from megarl.checkpoint.streamed import export_weights, write_weights
+from megarl.checkpoint.streamed import write_weights
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import read_spec
+from tests.helpers.export import export
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
         out.mkdir()
         write_weights(out, open_checkpoint(source), spec)
     else:
-        export_weights(source, out, spec, metadata_from=source)
+        export(source, out, spec, source)
 
 
 if __name__ == "__main__":

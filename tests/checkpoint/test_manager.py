@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.checkpoint.manager import MEGATRON, CheckpointManager, publish_model, read_json
+from megarl.checkpoint.manager import MEGATRON, CheckpointManager, read_json
 from megarl.errors import DataError, RunError
 from tests.helpers.dist import WorkerPool
 
@@ -280,22 +280,3 @@ def test_a_damaged_loop_file_is_refused_by_name(saver: Saver, damage: bytes | No
         saver.manager.loop_state(4)
     with pytest.raises(DataError, match=str(path)):
         read_json(path)
-
-
-# --- weights alone --------------------------------------------------------------------------------
-
-
-def test_a_model_is_published_whole_or_not_at_all(tmp_path: Path, hf: Path) -> None:
-    out = tmp_path / "model"
-
-    def fail(path: Path) -> None:
-        (path / "half").write_bytes(b"h")
-        raise ValueError("damaged input")
-
-    with pytest.raises(ValueError, match="damaged input"):
-        publish_model(out, {}, hf, fail)
-    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
-    publish_model(out, {"layers": 4}, hf, lambda to: (to / "weights").write_bytes(b"w"))
-    assert {"model.json", "megatron/weights", "hf/config.json"} <= contents(out).keys()
-    with pytest.raises(DataError, match="already exists"):
-        publish_model(out, {}, hf, nothing)
