@@ -29,6 +29,7 @@ import torch.distributed as dist
 from megarl.checkpoint.digests import DIGESTS, Digests, digests_json
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
+from megarl.models.dist_metadata import record_checksum
 from megarl.models.hf_files import copy_beside
 from megarl.rundir import write_json
 
@@ -78,6 +79,8 @@ class CheckpointManager:
         agree(None, self.host, "writing a checkpoint")  # published only when all have written
 
         def publish() -> None:
+            for name in write_parts:
+                record_checksum(part / name)
             write_json(part / LOOP, {"step": step, **loop_state})
             for name, model in models.items():
                 write_json(part / name, model)
@@ -132,6 +135,7 @@ def publish_model(
     try:
         (part / MEGATRON).mkdir(parents=True)
         digests = write(part / MEGATRON)
+        record_checksum(part / MEGATRON)
         write_json(part / MODEL, model)
         write_json(part / DIGESTS, digests_json(digests))
         copy_beside(hf_files, part / HF)

@@ -5,6 +5,7 @@ file it lies and where. Chunks are as the ranks that wrote them had them.
 """
 
 import io
+import math
 import os
 import zipfile
 from collections.abc import Sequence
@@ -13,21 +14,12 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megarl.errors import DataError
+from megarl.models.dist_metadata import Sizes, StoredChunk, read_metadata
 from megarl.models.sharded import Place
 
 _PIECE = 2**20  # bytes read at once
-
-
-def read_metadata(folder: Path) -> Metadata:
-    """Raises DataError where there is no such checkpoint. The file is a pickle."""
-    for name in ("metadata.json", ".metadata"):
-        if not (folder / name).is_file():
-            raise DataError(f"{folder} is not a Megatron distributed checkpoint (no {name})")
-    return FileSystemReader(folder).read_metadata()
 
 
 class StoredWeights:
@@ -36,17 +28,11 @@ class StoredWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises DataError where there is no such checkpoint."""
+        """Raises DataError where there is no such checkpoint, or ``.metadata`` cannot be used."""
         self.folder = folder
-        metadata = read_metadata(folder)
-        self._where: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
-        self._tensors = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-        self._sizes = {
-            MetadataIndex(key, chunk.offsets): chunk.sizes
+        self._tensors = read_metadata(folder).tensors
+        self._chunks = {
+            (key, chunk.offsets): chunk
             for key, tensor in self._tensors.items()
             for chunk in tensor.chunks
         }
@@ -57,8 +43,8 @@ class StoredWeights:
         for key, shape in {place.key: place.shape for place in places}.items():
             if key not in self._tensors:
                 faults.append(f"missing {key} {list(shape)}")
-            elif tuple(self._tensors[key].size) != shape:
-                found = list(self._tensors[key].size)
+            elif self._tensors[key].shape != shape:
+                found = list(self._tensors[key].shape)
                 faults.append(f"{key}: found {found}; the model's is {list(shape)}")
         if faults:
             shown = [*faults[:20], f"and {len(faults) - 20} more"] if len(faults) > 20 else faults
@@ -70,58 +56,65 @@ class StoredWeights:
         missing.
         """
         dtype = getattr(torch, place.dtype)
-        whole = MetadataIndex(place.key, place.chunks[0].offsets)
-        if len(place.chunks) == 1 and self._sizes.get(whole) == place.chunks[0].sizes:
-            return self._load(whole).view(place.parameter).to(dtype)
+        only = self._same(place.key, place.chunks[0].offsets, place.chunks[0].sizes)
+        if len(place.chunks) == 1 and only is not None:
+            return read_chunk(self.folder, place.key, only).view(place.parameter).to(dtype)
         found = torch.empty(place.parameter, dtype=dtype)
         for chunk in place.chunks:
             rows = found[chunk.begin : chunk.end].view(chunk.sizes)
             self._fill(rows, place.key, chunk.offsets)
         return found
 
-    def _fill(self, target: Tensor, key: str, offsets: Sequence[int]) -> None:
+    def _same(self, key: str, offsets: Sizes, sizes: Sizes) -> StoredChunk | None:
+        chunk = self._chunks.get((key, offsets))
+        return chunk if chunk is not None and chunk.sizes == sizes else None
+
+    def _fill(self, target: Tensor, key: str, offsets: Sizes) -> None:
         """``target`` begins at ``offsets`` of tensor ``key``."""
         count = 0
-        for index in self._overlapping(key, offsets, target.shape):
-            assert index.offset is not None
-            sizes = self._sizes[index]
-            first = [max(a, b) for a, b in zip(offsets, index.offset, strict=True)]
-            here, there = _ends(offsets, target.shape), _ends(index.offset, sizes)
+        for chunk in self._overlapping(key, offsets, tuple(target.shape)):
+            first = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            here, there = _ends(offsets, target.shape), _ends(chunk.offsets, chunk.sizes)
             last = [min(a, b) for a, b in zip(here, there, strict=True)]
             part = target[_within(offsets, first, last)]
-            part.copy_(self._load(index)[_within(index.offset, first, last)])
+            part.copy_(read_chunk(self.folder, key, chunk)[_within(chunk.offsets, first, last)])
             count += part.numel()
         if count != target.numel():
             missing = f"{target.numel() - count} of {target.numel()} values at {list(offsets)}"
             raise DataError(f"{self.folder}: {key} lacks {missing}")
 
-    def _overlapping(
-        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> list[MetadataIndex]:
+    def _overlapping(self, key: str, offsets: Sizes, sizes: Sizes) -> list[StoredChunk]:
         """The chunks that hold a part of a region."""
-        same = MetadataIndex(key, offsets)
-        if self._sizes.get(same) == torch.Size(sizes):
+        same = self._same(key, offsets, sizes)
+        if same is not None:
             return [same]
-        return [
-            MetadataIndex(key, chunk.offsets)
-            for chunk in self._tensors[key].chunks
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            )
-        ]
+        return [c for c in self._tensors[key].chunks if overlap(offsets, sizes, c)]
 
-    def _load(self, index: MetadataIndex) -> Tensor:
-        """One chunk."""
-        where = self._where[index]
-        path = self.folder / where.relative_path
+
+def overlap(offsets: Sizes, sizes: Sizes, chunk: StoredChunk) -> bool:
+    """Whether the region of ``sizes`` from ``offsets`` on and the chunk share an element."""
+    return all(
+        a < b + m and b < a + n
+        for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+    )
+
+
+def read_chunk(folder: Path, key: str, chunk: StoredChunk) -> Tensor:
+    """One chunk of tensor ``key``, checked against its checksum. Raises DataError where its file is
+    missing or cut short, or it is damaged or of another size.
+    """
+    path, where = folder / chunk.where.file, chunk.where
+    what = f"{path}: {key} at {list(chunk.offsets)}"
+    try:
         with path.open("rb") as file:
-            try:
-                tensor = _load_tensor(cast(IO[bytes], _Part(file, where.offset, where.length)))
-            except (zipfile.BadZipFile, RuntimeError, EOFError) as e:
-                what = f"{index.fqn} at {list(index.offset or ())}"
-                raise DataError(f"{path}: {what} is damaged ({e})") from e
-        return tensor.view(self._sizes[index])
+            tensor = _load_tensor(cast(IO[bytes], _Part(file, where.begin, where.length)))
+    except OSError as e:
+        raise DataError(f"{what} cannot be read ({e.strerror or e})") from e
+    except Exception as e:  # whatever readers of zip files, pickles and tensors raise
+        raise DataError(f"{what} is damaged ({str(e).partition(chr(10))[0]})") from e
+    if tensor.numel() != math.prod(chunk.sizes):
+        raise DataError(f"{what}: found {list(tensor.shape)}; expected {list(chunk.sizes)}")
+    return tensor.view(chunk.sizes)
 
 
 class _Part(io.RawIOBase):
@@ -161,16 +154,17 @@ def _load_tensor(stream: IO[bytes]) -> Tensor:
     bytes twice.
     """
     like: Tensor = torch.load(stream, map_location="meta", weights_only=True)
-    buffer = bytearray(like.untyped_storage().nbytes())
+    wanted = like.untyped_storage().nbytes()
     with zipfile.ZipFile(stream) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith("/data/0"))
-        with archive.open(name) as data:
+        (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        if not wanted == entry.file_size == entry.compress_size:
+            raise EOFError(f"{entry.file_size} bytes of {wanted}")
+        buffer = bytearray(wanted)
+        with archive.open(entry) as data:
             begin = 0
             while piece := data.read(_PIECE):  # the last checks the checksum
                 buffer[begin : begin + len(piece)] = piece
                 begin += len(piece)
-    if begin != like.untyped_storage().nbytes():
-        raise EOFError(f"{begin} bytes of {like.untyped_storage().nbytes()}")
     values = torch.frombuffer(buffer, dtype=like.dtype)
     return values.as_strided(like.shape, like.stride(), like.storage_offset())
 
