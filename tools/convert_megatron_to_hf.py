@@ -4,7 +4,10 @@ folder::
 
 python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
 
-No model is built: memory holds one parameter of one layer, one expert at a time.
+No model is built: memory holds one parameter of one layer, one expert at a time. Says whether the
+weights are those that were once imported, by their digests. ``--verify`` reads the folder back
+before it is published, and compares digests of all parameters and, where twice the weights fit into
+memory, log-probs.
 """
 
 import argparse
@@ -18,16 +21,25 @@ from megarl.checkpoint.models import (
     stored_spec,
 )
 from megarl.checkpoint.streamed import export_weights
+from megarl.checkpoint.verify import compare_logprobs, compare_with_import, verify_export
 from megarl.errors import MegarlError
 from megarl.models.spec import read_spec
 
 
-def convert(source: Path, out: Path) -> None:
+def convert(source: Path, out: Path, *, verify: bool = False) -> None:
     spec = stored_spec(source / MODEL)
     meant = read_spec(source / HF)
     require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
-    export_weights(source / MEGATRON, out, spec, metadata_from=source / HF)
-    print(f"{out}: from {source}")
+
+    def check(part: Path) -> None:
+        print(verify_export(source / MEGATRON, part, spec))
+        print(compare_logprobs(source / MEGATRON, part, spec))
+
+    weights, hf = source / MEGATRON, source / HF
+    exported = export_weights(
+        weights, out, spec, metadata_from=hf, verify=check if verify else None
+    )
+    print(f"{out}: from {source}; {compare_with_import(source, exported)}")
 
 
 def main() -> int:
@@ -38,9 +50,10 @@ def main() -> int:
         "source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60"
     )
     parser.add_argument("out", type=Path, help="Hugging Face folder, must not exist")
+    parser.add_argument("--verify", action="store_true", help="read the output back and compare")
     args = parser.parse_args()
     try:
-        convert(args.source, args.out)
+        convert(args.source, args.out, verify=args.verify)
     except MegarlError as e:
         print(f"convert_megatron_to_hf: {e}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ Upstream's own writer keeps the last chunk of every tensor until a file is compl
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,17 @@ def _tensors(places: Sequence[Place]) -> dict[str, Any]:
 # ---- exporting -----------------------------------------------------------------------------------
 
 
-def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path) -> None:
+def export_weights(
+    folder: Path,
+    out: Path,
+    spec: ModelSpec,
+    metadata_from: Path,
+    verify: Callable[[Path], None] | None = None,
+) -> Digests:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
     without, as the Hugging Face folder ``out``:
-    whole or not at all (``hf_write.write_checkpoint``).
+    whole or not at all (``hf_write.write_checkpoint``). Returns digests of what was written.
+    ``verify``: is given the folder before it appears.
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
     the model's.
@@ -144,14 +151,17 @@ def export_weights(folder: Path, out: Path, spec: ModelSpec, metadata_from: Path
     stored = StoredWeights(folder)
     places = _places(mapping)
     stored.check(list(places.values()))
-    tensors = _exported(mapping, places, stored)
-    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from)
+    sums = DigestSum(mapping.hf_spec(), mapping.copies())
+    tensors = _exported(mapping, places, stored, sums)
+    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from, verify=verify)
+    return sums.digests()
 
 
 def _exported(
-    mapping: ModelMapping, places: dict[str, Place], stored: StoredWeights
+    mapping: ModelMapping, places: dict[str, Place], stored: StoredWeights, sums: DigestSum
 ) -> Iterator[tuple[str, Tensor | Entry]]:
     for name, place in places.items():
         index = mapping.slice_of(name)
         for hf, tensor in mapping.to_hf(name, [stored.read(place)]):
+            sums.add(hf, tensor, index)
             yield hf, tensor if index is None else Entry(index, tensor)

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,14 @@ def write_checkpoint(
     specs: Sequence[TensorSpec],
     metadata_from: Path,
     max_shard_bytes: int = 5 * 2**30,
+    verify: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a Hugging Face folder that holds exactly ``specs`` and the source's other files.
 
     ``tensors`` may come in any order, each whole or in entries, and is consumed one at a time. The
     folder appears whole or not at all. Raises DataError when it already holds something, or when a
     tensor is missing, unknown, comes twice, or has another shape or dtype than announced.
+    ``verify`` is given the folder before it appears, and may refuse it.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -58,6 +60,8 @@ def write_checkpoint(
     try:
         _write_tensors(part, tensors, _plan(specs, max_shard_bytes))
         _copy_metadata(Path(metadata_from), part, specs)
+        if verify is not None:
+            verify(part)
         os.replace(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
