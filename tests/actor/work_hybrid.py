@@ -113,7 +113,19 @@ def _build_chunk(
     )
     if not spec.mla:
         model.rotary_pos_emb = PackedRotaryEmbedding(spec)
+    if config.sequence_parallel and model.pre_process:
+        model.register_forward_pre_hook(_cut_mask, with_kwargs=True)
     return model
+
+
+def _cut_mask(model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Routers see a rank's tokens alone. GPTModel cuts the mask for them, HybridModel does not."""
+    rank, size = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+    mask = given["padding_mask"]
+    return args, {**given, "padding_mask": mask if mask is None else mask.chunk(size, 1)[rank]}
 
 
 def _submodules(config: Any, spec: ModelSpec) -> HybridStackSubmodules:
