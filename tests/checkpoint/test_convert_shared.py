@@ -12,6 +12,7 @@ from megarl.checkpoint.workers import LARGE, Item, Thread, Workers
 from megarl.convert import Export, Import
 from megarl.convert_display import _Lines, show_mapping
 from megarl.errors import DataError
+from megarl.models.hf_headers import read_headers
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
@@ -97,6 +98,36 @@ def test_where_one_process_fails_all_raise_and_nothing_appears(
     assert f"rank {fails}: OSError" in said[1 - fails][0]
     assert [p.name for p in tmp_path.iterdir()] == (["there"] if way == "export" else [])
     assert pool.run(WORK, world=2, ways=ways, threads=1) == [[None], [None]]  # begun again
+
+
+@pytest.mark.dist
+def test_what_was_written_is_verified_by_all_together(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    hf, there, back = models["deepseek_v3"], tmp_path / "there", tmp_path / "back"
+    Import(hf).run(there, Workers())
+    Export(there).run(back, Workers())
+    given = {"checkpoint": there, "folder": back}
+    work = "tests.checkpoint.work_convert:verify"
+    first, second = pool.run(work, world=2, threads=2, **given)
+    count = len(open_checkpoint(hf).names())
+    assert first[0] == f"verified: {count} tensors, read back, are those of the source"
+    assert first[1].startswith("verified: ") and "those of the checkpoint" in first[1]
+    # one value of each, wherever they are read
+    digests = json.loads((there / "digests.json").read_text())
+    name = "model.layers.3.mlp.experts.2.down_proj.weight"
+    digests["tensors"][name]["digest"] = "0" * 16
+    (there / "digests.json").write_text(json.dumps(digests))
+    place = read_headers(back).places[name]
+    with place.file.open("r+b") as file:
+        file.seek(place.begin)
+        byte = file.read(1)
+        file.seek(place.begin)
+        file.write(bytes([byte[0] ^ 1]))
+    first, second = pool.run(work, world=2, threads=1, **given)
+    assert f"1 of {count} tensors are not what was imported:\n  {name}: digest" in first[0]
+    assert "1 of" in first[1] and "local_experts.2.linear_fc2.weight: digest" in first[1]
+    assert all("verifying failed on rank 0" in said for said in second)
 
 
 # --- how work is shared ---------------------------------------------------------------------------
