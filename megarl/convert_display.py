@@ -41,14 +41,11 @@ def show_mapping(mapping: ModelMapping, processes: int = 1, file: IO[str] | None
     console = Console(file=out, width=width, highlight=False)
     console.print(table)
     items = items_of(places_of(mapping))
-    count = sum(row.count for row in rows)
-    console.print(
-        f"{parameters(rows):,} values in {count:,} parameters: {size_of(total_bytes(rows))}"
-    )
+    values, whole = f"{parameters(rows):,} values", size_of(total_bytes(rows))
+    console.print(f"{values} in {len(items):,} parameters, {whole}")
     largest = max(rows, key=lambda row: row.num_bytes)
-    console.print(
-        f"largest: {largest.megatron}, {size_of(largest.num_bytes)}; memory is that of it"
-    )
+    room = f"a process takes {size_of(largest.num_bytes)} of memory for one, and a little more"
+    console.print(f"largest: {largest.megatron}; {room}")
     for rank in range(processes):
         share = Workers(rank, processes).share(items)
         own = sum(item.num_bytes for item in share)

@@ -15,7 +15,7 @@ import io
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class ChunkFile:
     def __init__(self, folder: Path, process: int, thread: int) -> None:
         self.name = f"__{process}_{thread}.distcp"
         self.written: list[Written] = []
-        self._file = (folder / self.name).open("wb")
+        self._file = create(folder / self.name)
         if process == thread == 0:
             stream = io.BytesIO()
             torch.save([{}], stream)
@@ -68,6 +68,10 @@ class ChunkFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def create(path: Path) -> IO[bytes]:
+    return path.open("wb")
 
 
 def finish(folder: Path, places: Iterable[Place], written: Iterable[Written]) -> None:

@@ -68,8 +68,12 @@ def read_headers(folder: Path) -> Headers:
             raise fault_list(folder, found.faults)
         found.places = places
         return found
+    listed_in: dict[str, set[str]] = {file: set() for file in files}
+    for name, file in index.items():
+        if isinstance(file, str) and file in listed_in:
+            listed_in[file].add(name)
     for file in files:
-        listed = {name for name, its in index.items() if its == file}
+        listed = listed_in[file]
         if not (folder / file).is_file():
             names = ", ".join(sorted(listed))
             found.faults.append(f"{folder / file} is missing; {INDEX} puts there: {names}")

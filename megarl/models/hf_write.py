@@ -137,11 +137,12 @@ class HfWriter:
             raise DataError(f"{len(missing)} announced tensors never came whole: {first}")
         if [shard.file for shard in self._shards] != [SINGLE]:
             nbytes = (num_bytes(spec) for _, spec, _ in self._places.values())
-            index = {
-                "metadata": {"total_size": sum(nbytes)},
-                "weight_map": {name: file for name, (file, _, _) in self._places.items()},
-            }
+            index = {"metadata": {"total_size": sum(nbytes)}, "weight_map": self.weight_map()}
             (self.folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def weight_map(self) -> dict[str, str]:
+        """{tensor: file}"""
+        return {name: file for name, (file, _, _) in self._places.items()}
 
     def _handle(self, file: str) -> int:
         with self._lock:

@@ -105,6 +105,7 @@ class ModelMapping:
         self.rules = tuple(rules)
         self.padded_vocab = padded_vocab
         self._dims = dims_of(spec)
+        self._matches: dict[str, _Match] = {}
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them; or of
@@ -300,6 +301,11 @@ class ModelMapping:
         return range(self.spec.layers, self.spec.layers + self.spec.mtp_layers)
 
     def _match(self, name: str) -> _Match:
+        if name not in self._matches:
+            self._matches[name] = self._find(name)
+        return self._matches[name]
+
+    def _find(self, name: str) -> _Match:
         plain = _OF_MTP.sub(lambda m: _DECODER.format(self.spec.layers + int(m[1])), name)
         for pattern, rule in self._patterns:
             found = pattern.fullmatch(plain)

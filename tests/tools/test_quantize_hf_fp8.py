@@ -118,7 +118,7 @@ TOOL = ROOT / "tools" / "quantize_hf_fp8.py"
 LARGEST = 19200 * 1024 * 2  # bytes of the embedding, and of the head
 UNDER = """
 import resource, runpy, sys
-import megarl.models.hf_complete, megarl.models.fp8_export
+import megarl.convert
 allowed, tool, *rest = sys.argv[1:]
 size = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + int(allowed),) * 2)
@@ -139,7 +139,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(large: Path, out: Path, allowed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", UNDER, allowed, TOOL, large, out]
+    command = [sys.executable, "-c", UNDER, allowed, TOOL, large, out, "--threads", 1]
     return subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
 
 
@@ -159,7 +159,7 @@ def test_an_interrupted_run_leaves_nothing(
     large: Path, tmp_path: Path, how: int, code: int
 ) -> None:
     run = started(large, tmp_path / "out", 2**40)
-    while not list(tmp_path.glob(".out.*.part/model*")):
+    while not list(tmp_path.glob(".out.part/model*")):
         assert run.poll() is None
         time.sleep(0.002)
     os.kill(run.pid, how)
