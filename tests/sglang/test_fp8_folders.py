@@ -30,7 +30,7 @@ SIZES = ("--hidden", "256", "--heads", "4", "--head-dim", "64", "--init-std", "0
 CASES = [  # options of make_tiny_model, exclusions, modules that stay plain beside routers and head
     (("--kv-heads", "2", "--moe-ffn", "128"), [], set()),
     (
-        ("--kv-heads", "1", "--moe-ffn", "192", "--tie"),
+        ("--kv-heads", "1", "--moe-ffn", "192"),
         ["model.layers.0.self_attn"],
         {f"model.layers.{i}.self_attn.{x}_proj" for i in range(4) for x in "qkv"}
         | {f"model.layers.{i}.mlp.experts" for i in range(4)}
