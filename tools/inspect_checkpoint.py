@@ -5,9 +5,9 @@
     python tools/inspect_checkpoint.py runs/demo/model_megatron --check
     python tools/inspect_checkpoint.py step_60 --compare step_80
 
-CHECKPOINT is a run's step_N, what convert_hf_to_megatron.py made, or one part of either. ``--check``
-reads every byte and names all that is wrong; ``--compare`` names every tensor that the other has
-not, or has with other values, whatever layout each was written in. Either ends with exit code 1 if
+CHECKPOINT is a run's step_N, what convert_hf_to_megatron.py made, or one part of either.
+``--check`` reads every byte and names all that is wrong; ``--compare`` names every tensor that the
+other has not, or has with other values, whatever layout each was written in. The exit code is 1 if
 something was found. No model is built; pickles in a checkpoint are read as data alone.
 """
 
