@@ -32,7 +32,15 @@ class StoredWeights:
         }
 
     def check(self, places: Sequence[Place]) -> None:
-        """Raises DataError with every tensor that is missing or has another shape."""
+        """Raises DataError with tensors that are missing or have another shape."""
+        faults = self.faults(places)
+        if faults:
+            shown = [*faults[:20], f"and {len(faults) - 20} more"] if len(faults) > 20 else faults
+            title = f"{self.folder}: tensors and model do not fit ({len(faults)} faults)"
+            raise DataError("\n  ".join([title, *shown]))
+
+    def faults(self, places: Sequence[Place]) -> list[str]:
+        """Every tensor that is missing or has another shape."""
         faults = []
         for key, shape in {place.key: place.shape for place in places}.items():
             if key not in self._tensors:
@@ -40,10 +48,7 @@ class StoredWeights:
             elif self._tensors[key].shape != shape:
                 found = list(self._tensors[key].shape)
                 faults.append(f"{key}: found {found}; the model's is {list(shape)}")
-        if faults:
-            shown = [*faults[:20], f"and {len(faults) - 20} more"] if len(faults) > 20 else faults
-            title = f"{self.folder}: tensors and model do not fit ({len(faults)} faults)"
-            raise DataError("\n  ".join([title, *shown]))
+        return faults
 
     def read(self, place: Place, parameter: Tensor) -> None:
         """Fill ``parameter``, contiguous and of the dtype of ``place``. Raises DataError where

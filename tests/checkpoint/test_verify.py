@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -278,6 +280,28 @@ def test_log_probs_of_the_same_model_agree(tmp_path: Path, name: str) -> None:
     line = compare_logprobs(tmp_path / "checkpoint" / "megatron", hf, read_spec(hf))
     found = re.search(r"of 31 tokens .* in float32: largest difference (\S+) ", line)
     assert found and 0 <= float(found[1]) < 2e-5
+
+
+@pytest.mark.slow
+def test_the_tools_say_what_they_verified(plain: Path, tmp_path: Path) -> None:
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    logprobs = r"log-probs of 31 tokens .*: largest difference \S+ \(accepted: 0.001\)\n"
+    out = tool("convert_hf_to_megatron", plain, checkpoint)
+    assert re.search(
+        r"^verified: \d+ tensors, read back, are those of the source\n" + logprobs, out
+    )
+    out = tool("convert_megatron_to_hf", checkpoint, back)
+    assert re.search(
+        r"^verified: \d+ parameters, read back, are those of the ch.*\n" + logprobs, out
+    )
+    assert re.search(r"; identical to the imported weights: \d+ tensors by their digests\n$", out)
+
+
+def tool(name: str, source: Path, out: Path) -> str:
+    """What it prints with ``--verify``."""
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    command = [sys.executable, str(path), str(source), str(out), "--verify"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 def test_what_does_not_fit_into_memory_is_not_compared(plain: Path, plain_checkpoint: Path) -> None:
