@@ -64,7 +64,7 @@ def _read(
         found = zlib.crc32(left[:count], found)
         left, at = left[count:], at + count
     if found != entry.CRC:
-        raise zipfile.BadZipFile(f"checksum {found:08x}, recorded {entry.CRC:08x}")
+        raise zipfile.BadZipFile(f"Bad CRC-32: {found:08x}, recorded {entry.CRC:08x}")
 
 
 class _Part(io.RawIOBase):
