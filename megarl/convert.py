@@ -89,9 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be done; reads headers alone"
     )
     threads = min(8, os.cpu_count() or 1)
-    parser.add_argument("--threads", type=int, default=threads, help=f"a process; here {threads}")
+    parser.add_argument("--threads", type=_positive, default=threads, help=f"here {threads}")
     waits = "the longest that one process waits for another; 1800"
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help=waits)
+    parser.add_argument("--timeout-s", type=_positive, default=1800, help=waits)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}; accepted: 1 and more")
+    return value
 
 
 class Import:

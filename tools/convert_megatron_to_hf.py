@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.convert import Export, add_arguments, perform, tool
-from megarl.convert_display import show_mapping
+from megarl.convert_display import show_fp8, show_mapping
 from megarl.models.fp8_export import SCALES
 
 
@@ -54,7 +54,10 @@ def main() -> int:
 
     def work() -> None:
         if args.dry_run:
-            show_mapping(Export(args.source, *fp8).mapping)
+            export = Export(args.source, *fp8)
+            show_mapping(export.mapping)
+            if export.fp8 is not None:
+                show_fp8(export.fp8)
         else:
             shared = args.threads, args.timeout_s
             convert(args.source, args.out, *fp8, *shared, verify=args.verify)

@@ -2,11 +2,16 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.checkpoint.workers import LARGE, Item, Thread, Workers
 from megarl.convert import Export, Import
@@ -14,10 +19,11 @@ from megarl.convert_display import _Lines, show_mapping
 from megarl.errors import DataError
 from megarl.models.hf_headers import read_headers
 from megarl.models.hf_io import open_checkpoint
-from megarl.models.hf_write import write_checkpoint
+from megarl.models.hf_write import HfWriter, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.sharded import megatron_mapping
 from megarl.models.spec import read_spec
+from megarl.types import TensorSpec
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model
 
@@ -98,6 +104,56 @@ def test_where_one_process_fails_all_raise_and_nothing_appears(
     assert f"rank {fails}: OSError" in said[1 - fails][0]
     assert [p.name for p in tmp_path.iterdir()] == (["there"] if way == "export" else [])
     assert pool.run(WORK, world=2, ways=ways, threads=1) == [[None], [None]]  # begun again
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from megarl.checkpoint.workers import workers_of_launch
+from megarl.convert import Import
+from megarl.errors import RunError
+
+def advance(num_bytes):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+
+with workers_of_launch(2, advance, timeout_s=20) as workers:
+    try:
+        Import(Path(sys.argv[1])).run(Path(sys.argv[2]), workers)
+    except RunError as e:
+        print(e)
+        sys.exit(3)
+"""
+
+
+def test_a_process_that_is_killed_is_named_and_nothing_appears(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already
+    command = [sys.executable, "-c", KILLED, models["qwen3_moe yarn"], tmp_path / "out"]
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen([*map(str, command)], env={**os.environ, **env, "RANK": str(r)}, **given)
+        for r in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert (ranks[0].returncode, ranks[1].returncode) == (3, -9), said
+    assert said.startswith("writing weights: process 1 has ended or does not answer (")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", ""])
+def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: str) -> None:
+    specs = [TensorSpec("a", (2,), "float32")]
+    with pytest.raises(DataError, match="cannot be in"):
+        HfWriter(tmp_path, specs, files={"a": file})
 
 
 @pytest.mark.dist
