@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,12 @@ from megarl.checkpoint.streamed import (
     places_of,
     write_folder,
     write_weights,
+)
+from megarl.checkpoint.verify import (
+    compare_logprobs,
+    compare_with_import,
+    verify_export,
+    verify_import,
 )
 from megarl.checkpoint.workers import Item, Thread, Workers, workers_of_launch
 from megarl.convert_display import progress
@@ -82,19 +89,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be done; reads headers alone"
     )
     threads = min(8, os.cpu_count() or 1)
-    parser.add_argument("--threads", type=int, default=threads, help=f"a process; here {threads}")
+    parser.add_argument("--threads", type=_positive, default=threads, help=f"here {threads}")
     waits = "the longest that one process waits for another; 1800"
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help=waits)
+    parser.add_argument("--timeout-s", type=_positive, default=1800, help=waits)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}; accepted: 1 and more")
+    return value
 
 
 class Import:
     """Hugging Face folder ``source`` -> a checkpoint of weights."""
 
-    def __init__(self, source: Path, allow_missing: Collection[str] = ()) -> None:
-        """``allow_missing``: tensors of the model that the folder may lack; they are zeros. Raises
-        DataError with everything that is wrong with the source.
+    def __init__(
+        self, source: Path, allow_missing: Collection[str] = (), *, verify: bool = False
+    ) -> None:
+        """``allow_missing``: tensors of the model that the folder may lack; they are zeros.
+        ``verify``: read back what was written before it appears. Raises DataError with everything
+        that is wrong with the source.
         """
-        self.source, self.spec = source, read_spec(source)
+        self.source, self.spec, self.verify = source, read_spec(source), verify
         self.checkpoint = open_model(source, self.spec, allow_missing=allow_missing)
         self.mapping = megatron_mapping(self.spec)
         self.num_bytes = weight_bytes(self.mapping)
@@ -114,16 +131,34 @@ class Import:
             copy_beside(self.source, folder / HF)
 
         workers.first("writing what goes with the weights", beside)
+        if self.verify:
+            said = verify_import(folder, self.spec, digests, workers)
+            workers.first("verifying", lambda: self._compare(weights, said))
+
+    def _compare(self, weights: Path, said: str) -> None:
+        print(said)
+        if self.checkpoint.missing:
+            print("log-probs: not compared: the folder lacks tensors")
+        else:
+            print(compare_logprobs(weights, self.source, self.spec))
 
 
 class Export:
     """Checkpoint ``source``, of a run or of ``Import``, -> a Hugging Face folder."""
 
-    def __init__(self, source: Path, fp8: str | None = None, exclude: Sequence[str] = ()) -> None:
-        """``fp8``, ``exclude``: as ``fp8_export`` takes them; None for plain weights. Raises
-        DataError with everything that is wrong with the source.
+    def __init__(
+        self,
+        source: Path,
+        fp8: str | None = None,
+        exclude: Sequence[str] = (),
+        *,
+        verify: bool = False,
+    ) -> None:
+        """``fp8``, ``exclude``: as ``fp8_export`` takes them; None for plain weights. ``verify``:
+        read back what was written before it appears. Raises DataError with everything that is
+        wrong with the source.
         """
-        self.source, self.spec = source, stored_spec(source / MODEL)
+        self.source, self.spec, self.verify = source, stored_spec(source / MODEL), verify
         meant = read_spec(source / HF)
         require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
         self.mapping = megatron_mapping(self.spec)
@@ -137,8 +172,17 @@ class Export:
         files = self.source / FILES
         before = read_json(files) if files.exists() else None
         weights = self.source / MEGATRON
-        export_weights(weights, folder, self.spec, workers, files=before, fp8=self.fp8)
+        digests = export_weights(weights, folder, self.spec, workers, files=before, fp8=self.fp8)
         _beside(self.source / HF, folder, self.mapping, self.fp8, workers)
+        compare = partial(compare_with_import, self.source, digests)
+        workers.first("comparing with what was imported", lambda: print(compare()))
+        if self.verify:
+            said = verify_export(weights, folder, self.spec, workers, fp8=self.fp8)
+            workers.first("verifying", lambda: self._compare(weights, folder, said))
+
+    def _compare(self, weights: Path, folder: Path, said: str) -> None:
+        print(said)
+        print(compare_logprobs(weights, folder, self.spec))
 
 
 class Quantisation:

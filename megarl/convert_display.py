@@ -20,6 +20,9 @@ from rich.table import Table
 
 from megarl.checkpoint.streamed import items_of, places_of
 from megarl.checkpoint.workers import Workers
+from megarl.models.fp8_export import Fp8Export
+from megarl.models.hf_fp8 import SCALE
+from megarl.models.hf_write import num_bytes
 from megarl.models.mapping import ModelMapping
 from megarl.models.mapping_table import mapping_table, parameters, total_bytes
 
@@ -50,6 +53,16 @@ def show_mapping(mapping: ModelMapping, processes: int = 1, file: IO[str] | None
         share = Workers(rank, processes).share(items)
         own = sum(item.num_bytes for item in share)
         console.print(f"process {rank}: {len(share):,} parameters, {size_of(own)}")
+
+
+def show_fp8(fp8: Fp8Export, file: IO[str] | None = None) -> None:
+    """Print what would be in codes, and every module with a matrix that would not."""
+    out = file or sys.stdout
+    tensors = [spec for spec in fp8.specs if not spec.name.endswith(SCALE)]
+    in_codes = size_of(sum(num_bytes(spec) for spec in tensors if spec.name in fp8.codes))
+    whole = size_of(sum(map(num_bytes, fp8.specs)))
+    print(f"{len(fp8.codes):,} of {len(tensors):,} tensors in FP8: {in_codes} of {whole}", file=out)
+    print(f"plain: {', '.join(fp8.plain) or 'no module with a matrix'}", file=out)
 
 
 def size_of(num_bytes: int) -> str:

@@ -40,7 +40,7 @@ LAYERS = [
         "operators",
         "relayout",
     },
-    {"cli", "train", "serve", "conformance"},
+    {"cli", "train", "serve", "conformance", "model_logprobs"},
 ]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # Layer 0 is one vocabulary, layers 4 and 5 are one program; in between, siblings are blind.
@@ -73,6 +73,8 @@ PICKLES = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 KILLERS = re.compile(r"\b(pkill|killall)\b")
 # (file, what) -> why it may. An entry that no file needs any more is a violation too.
 ALLOWED = {
+    ("megarl/models/inert_pickle.py", "pickle"): "reads checkpoints' .metadata, builds no class",
+    ("tests/helpers/pickled.py", "pickle"): "writes what must be refused",
     ("tests/test_architecture.py", "kill by name"): "spells the commands it looks for",
     ("tests/data/test_recorded.py", "pickle"): "writes one to show that it is not opened",
 }

@@ -23,8 +23,10 @@ def convert(
     allow_missing: Collection[str] = (),
     threads: int = 1,
     timeout_s: float = 60.0,
+    *,
+    verify: bool = False,
 ) -> None:
-    conversion = Import(source, allow_missing)
+    conversion = Import(source, allow_missing, verify=verify)
     perform(conversion, out, threads, timeout_s)
     print(f"{out}: {len(conversion.checkpoint.names())} tensors from {source}")
 
@@ -37,6 +39,8 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="checkpoint folder, must not exist")
     lack = "tensors that the folder may lack: they become zeros"
     parser.add_argument("--allow-missing", nargs="+", default=[], metavar="NAME", help=lack)
+    back = "read what was written back, and compare, before it appears"
+    parser.add_argument("--verify", action="store_true", help=back)
     add_arguments(parser)
     args = parser.parse_args()
 
@@ -44,7 +48,8 @@ def main() -> int:
         if args.dry_run:
             show_mapping(Import(args.source, args.allow_missing).mapping)
         else:
-            convert(args.source, args.out, args.allow_missing, args.threads, args.timeout_s)
+            shared = args.threads, args.timeout_s
+            convert(args.source, args.out, args.allow_missing, *shared, verify=args.verify)
 
     return tool("convert_hf_to_megatron", work)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.convert import Export, add_arguments, perform, tool
-from megarl.convert_display import show_mapping
+from megarl.convert_display import show_fp8, show_mapping
 from megarl.models.fp8_export import SCALES
 
 
@@ -26,8 +26,10 @@ def convert(
     exclude: Sequence[str] = (),
     threads: int = 1,
     timeout_s: float = 60.0,
+    *,
+    verify: bool = False,
 ) -> None:
-    perform(Export(source, fp8, exclude), out, threads, timeout_s)
+    perform(Export(source, fp8, exclude, verify=verify), out, threads, timeout_s)
     print(f"{out}: from {source}")
 
 
@@ -42,6 +44,8 @@ def main() -> int:
     parser.add_argument("--fp8", choices=list(SCALES), metavar="SCALES", help=scales)
     plain = "modules that stay plain, such as model.layers.0 or self_attn.kv_b_proj"
     parser.add_argument("--fp8-exclude", nargs="+", default=[], metavar="MODULE", help=plain)
+    back = "read what was written back, and compare, before it appears"
+    parser.add_argument("--verify", action="store_true", help=back)
     add_arguments(parser)
     args = parser.parse_args()
     if args.fp8_exclude and not args.fp8:
@@ -50,9 +54,13 @@ def main() -> int:
 
     def work() -> None:
         if args.dry_run:
-            show_mapping(Export(args.source, *fp8).mapping)
+            export = Export(args.source, *fp8)
+            show_mapping(export.mapping)
+            if export.fp8 is not None:
+                show_fp8(export.fp8)
         else:
-            convert(args.source, args.out, *fp8, args.threads, args.timeout_s)
+            shared = args.threads, args.timeout_s
+            convert(args.source, args.out, *fp8, *shared, verify=args.verify)
 
     return tool("convert_megatron_to_hf", work)
 

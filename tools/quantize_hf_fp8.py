@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.convert import Quantisation, add_arguments, perform, tool
+from megarl.convert_display import show_fp8
 from megarl.models.fp8_export import SCALES
 
 
@@ -43,8 +44,11 @@ def main() -> int:
     args = parser.parse_args()
 
     def work() -> None:
-        given = args.source, args.out, args.scales, args.exclude
-        quantize(*given, args.threads, args.timeout_s)
+        fp8 = args.scales, args.exclude
+        if args.dry_run:
+            show_fp8(Quantisation(args.source, *fp8).fp8)
+        else:
+            quantize(args.source, args.out, *fp8, args.threads, args.timeout_s)
 
     return tool("quantize_hf_fp8", work)
 

@@ -42,6 +42,7 @@ from megarl.actor.setup import Parallel
 from megarl.actor.trained import TrainedModel
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import gather_and_share
+from megarl.models.dist_metadata import read_metadata, require_safe
 
 _EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 _NO_PARAMETER = "no parameter"  # whose state it is, among states by parameter
@@ -166,6 +167,7 @@ def _save(state: dict[str, Any], parallel: Parallel, path: Path) -> None:
 def _load(state: dict[str, Any], parallel: Parallel, path: Path) -> dict[str, Any]:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise DataError(f"{path} is not a Megatron distributed checkpoint (no metadata.json)")
+    require_safe(path)  # upstream unpickles what it finds
     strategy = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), parallel.dp_cp)
     loaded: dict[str, Any] = dist_checkpointing.load(state, str(path), strategy)
     return loaded
@@ -178,9 +180,9 @@ def _histories_there(trained: TrainedModel, path: Path) -> dict[str, ShardedTens
     wanted = delayed_state(trained.model, trained.parallel.dp_cp)
     if not wanted or not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         return {}
-    saved = dist_checkpointing.load_tensors_metadata(str(path))
+    saved = read_metadata(path).tensors
     for key in wanted.keys() & saved.keys():
-        there, here = (state[key].global_shape[0] - 1 for state in (saved, wanted))
+        there, here = saved[key].shape[0] - 1, wanted[key].global_shape[0] - 1
         if there != here:
             raise DataError(
                 f"precision.fp8.amax_history: found {here}; accepted: {there}, as the histories in "

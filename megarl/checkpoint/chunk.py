@@ -13,36 +13,31 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from megarl.errors import DataError
-
 _PIECE = 2**22  # bytes read at once
 _LOCAL_HEADER = 30  # bytes before an entry's name, whose length is at 26 and that of more at 28
 
 
-def load_chunk(
-    path: Path, begin: int, length: int, what: str, into: Tensor | None = None
-) -> Tensor:
+def load_chunk(path: Path, begin: int, length: int, into: Tensor | None = None) -> Tensor:
     """The tensor in ``length`` bytes of ``path`` from ``begin`` on, checked against its checksum.
 
     ``into``: memory that becomes the tensor where it is contiguous and as the tensor is; else, the
-    tensor has memory of its own. Raises DataError, naming ``what``, where the bytes are damaged.
+    tensor has memory of its own. Raises OSError where the file cannot be read, and whatever readers
+    of zip files, pickles and tensors raise where the bytes are damaged.
     """
     with path.open("rb", buffering=0) as file:
-        try:
-            stream = cast(IO[bytes], io.BufferedReader(_Part(file, begin, length)))
-            like: Tensor = torch.load(stream, map_location="meta", weights_only=True)
-            if into is None or not _fits(into, like):
-                raw = torch.empty(like.untyped_storage().nbytes(), dtype=torch.uint8)
-                values = raw.view(like.dtype)
-                into = values.as_strided(like.shape, like.stride(), like.storage_offset())
-            else:
-                raw = into.flatten().view(torch.uint8)
-            with zipfile.ZipFile(stream) as archive:
-                (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
-            _read(file, stream, begin, entry, raw)
-        except (zipfile.BadZipFile, RuntimeError, EOFError, ValueError) as e:
-            raise DataError(f"{path}: {what} is damaged ({e})") from e
-    return into
+        stream = cast(IO[bytes], io.BufferedReader(_Part(file, begin, length)))
+        like: Tensor = torch.load(stream, map_location="meta", weights_only=True)
+        with zipfile.ZipFile(stream) as archive:
+            (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        size = like.untyped_storage().nbytes()
+        if not size == entry.file_size == entry.compress_size:  # before memory is taken for it
+            raise EOFError(f"{entry.file_size} bytes of {size}")
+        if into is not None and _fits(into, like):
+            _read(file, stream, begin, entry, into.flatten().view(torch.uint8))
+            return into
+        raw = torch.empty(size, dtype=torch.uint8)
+        _read(file, stream, begin, entry, raw)
+        return raw.view(like.dtype).as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 def _fits(into: Tensor, like: Tensor) -> bool:
@@ -57,8 +52,6 @@ def _read(
     """The bytes of ``entry`` into ``raw``, in pieces small enough that the checksum finds them in
     the processor's cache.
     """
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != len(raw):
-        raise EOFError(f"{entry.file_size} bytes of {len(raw)}")
     stream.seek(entry.header_offset)
     header = stream.read(_LOCAL_HEADER)
     lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
@@ -71,7 +64,7 @@ def _read(
         found = zlib.crc32(left[:count], found)
         left, at = left[count:], at + count
     if found != entry.CRC:
-        raise zipfile.BadZipFile(f"checksum {found:08x}, recorded {entry.CRC:08x}")
+        raise zipfile.BadZipFile(f"Bad CRC-32: {found:08x}, recorded {entry.CRC:08x}")
 
 
 class _Part(io.RawIOBase):

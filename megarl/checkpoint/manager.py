@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
+from megarl.models.dist_metadata import record_checksum
 from megarl.models.hf_files import copy_beside
 from megarl.models.hf_headers import weight_map
 from megarl.rundir import write_json
@@ -80,6 +81,8 @@ class CheckpointManager:
         agree(None, self.host, "writing a checkpoint")  # published only when all have written
 
         def publish() -> None:
+            for name in write_parts:
+                record_checksum(part / name)
             write_json(part / LOOP, {"step": step, **loop_state})
             for name, model in models.items():
                 write_json(part / name, model)

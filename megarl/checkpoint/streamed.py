@@ -53,16 +53,9 @@ def write_weights(
     written = workers.together(
         "writing weights", lambda: _write_share(folder, source, mapping, places, workers, sums)
     )
-    parts = workers.gather([written, sums.sums()])
-    for _, others in parts[1:]:
-        sums.merge(others)
-
-    def complete() -> Digests:
-        finish(folder, places.values(), (one for chunks, _ in parts for one in chunks))
-        return sums.digests()
-
-    digests: Digests | None = workers.first("completing the checkpoint", complete)
-    return digests or {}
+    chunks = [chunk for share in workers.gather(written) for chunk in share]
+    workers.first("completing the checkpoint", lambda: finish(folder, places.values(), chunks))
+    return gathered(sums, workers)
 
 
 def _write_share(
@@ -104,9 +97,10 @@ def export_weights(
     *,
     files: Mapping[str, str] | None = None,
     fp8: Fp8Export | None = None,
-) -> None:
+) -> Digests:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, into ``out``, which is empty, plain or in FP8 blocks: complete when this returns.
+    without, into ``out``, which is empty, plain or in FP8 blocks: complete when this returns
+    digests of them, as they are before they go into codes (in the first process; of all).
     Collective over ``workers``, by default this process alone. ``files``: as ``HfWriter``.
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
@@ -116,16 +110,20 @@ def export_weights(
     places = places_of(mapping)
     stored = StoredWeights(folder)
     stored.check(list(places.values()))
+    sums = DigestSum(mapping.hf_spec(), mapping.copies())
 
     def write(item: Item, thread: Thread, writer: HfWriter) -> None:
         place = places[item.name]
         with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
             stored.read(place, parameter)
+            add_parameter(sums, mapping, item.name, parameter)
             for hf, row, values in _tensors(mapping, item.name, parameter, fp8):
                 writer.write(hf, values, row)
 
+    workers = workers or Workers()
     specs = mapping.hf_spec() if fp8 is None else fp8.specs
-    write_folder(HfWriter(out, specs, files=files), items_of(places), write, workers or Workers())
+    write_folder(HfWriter(out, specs, files=files), items_of(places), write, workers)
+    return gathered(sums, workers)
 
 
 def write_folder(
@@ -143,6 +141,24 @@ def write_folder(
     workers.together("writing weights", write_share)
     elements = workers.gather(writer.elements())
     workers.first("completing the folder", lambda: writer.complete(elements))
+
+
+def add_parameter(sums: DigestSum, mapping: ModelMapping, name: str, parameter: Tensor) -> None:
+    """All that a parameter holds, under Hugging Face names."""
+    parts = mapping.parts(name)
+    for part, view in zip(parts, mapping.views(name, parameter, parts), strict=True):
+        for (begin, end), slab in slabs(view, part):
+            values = slab.reshape(end - begin, *part.shape[1:])
+            offset = [begin, *(0 for _ in part.shape[1:])]
+            sums.add(part.name, values, part.index, offset=offset)
+
+
+def gathered(sums: DigestSum, workers: Workers) -> Digests:
+    """Of what all processes have added up, in the first; nothing elsewhere."""
+    for others in workers.gather(sums.sums())[1:]:
+        sums.merge(others)
+    digests: Digests | None = workers.first("adding up digests", sums.digests)
+    return digests or {}
 
 
 def _tensors(

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.models.dist_metadata import record_checksum
 from megarl.models.sharded import Place
 from megarl.rundir import write_json
 
@@ -86,6 +87,7 @@ def finish(folder: Path, places: Iterable[Place], written: Iterable[Written]) ->
     ]
     FileSystemWriter(folder).finish(Metadata(_tensors(places)), [results])
     write_json(folder / "metadata.json", _FORMAT)
+    record_checksum(folder)
 
 
 def _alone(chunk: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.errors import RunError
 from megarl.hostcomm import agree, gather_json
 
 LARGE = 64 * 2**20  # bytes; larger parameters come one after another
@@ -123,17 +124,35 @@ class Workers:
             raise errors[0]
 
     def together(self, what: str, do: Callable[[], Any]) -> Any:
-        """``do`` in every process; where one fails, all raise."""
+        """``do`` in every process; where one fails, all raise. RunError, too, where one has ended
+        or does not answer in time.
+        """
         error, value = None, None
         try:
             value = do()
         except BaseException as e:
             error = e
         if self.group is not None:
-            agree(error, self.group, what)
+            self._meet(what, error)
         elif error is not None:
             raise error
         return value
+
+    def _meet(self, what: str, error: BaseException | None) -> None:
+        """The first process hears of every other, one by one: it can say which is missing."""
+        assert self.group is not None
+        here, at = torch.zeros(1), 0
+        try:
+            for at in range(1, self.size) if self.rank == 0 else ():
+                dist.recv(here, src=at, group=self.group)
+            if self.rank:
+                dist.send(here, dst=0, group=self.group)
+            agree(error, self.group, what)
+        except RuntimeError as e:
+            if e is error:
+                raise
+            why = f"has ended or does not answer ({str(e).splitlines()[0]})"
+            raise RunError(f"{what}: process {at} {why}") from e
 
     def first(self, what: str, do: Callable[[], Any]) -> Any:
         """``do`` in the first process alone; where it fails, all raise."""

@@ -32,7 +32,7 @@ from megarl.errors import DataError
 from megarl.models.hf_fp8 import SCALE, Fp8Blocks
 from megarl.models.hf_write import Entry
 from megarl.models.mapping import ModelMapping
-from megarl.ops.fp8_block import E4M3_MAX, fp8_block_quant
+from megarl.ops.fp8_block import E4M3_MAX, fp8_block_dequant, fp8_block_quant
 from megarl.types import TensorSpec
 
 BLOCK = (128, 128)
@@ -99,6 +99,15 @@ class Fp8Export:
         if not (scales * E4M3_MAX).bfloat16().isfinite().all():
             raise DataError(f"{name} has no FP8 codes: its largest entries overflow once scaled")
         return [(name, codes), (name + SCALE, scales)]
+
+    def round(self, mapping: ModelMapping, name: str, parameter: Tensor) -> None:
+        """Make of the whole parameter ``name`` what its weights' codes stand for."""
+        parts = mapping.parts(name)
+        for part, view in zip(parts, mapping.views(name, parameter, parts), strict=True):
+            if part.name in self.codes:
+                codes, scales = fp8_weight(view.reshape(part.shape), self.scales)
+                values = fp8_block_dequant(codes, scales, block=BLOCK, dtype=parameter.dtype)
+                view.copy_(values.view(view.shape))
 
 
 def fp8_weight(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:

@@ -57,10 +57,20 @@ def check_complete(
         faults = [
             f"{because}, but {name} differs from {source}"
             for name, (source, because) in sorted(_repeats(mapping, spec).items())
-            if {name, source} <= found and not _equal(checkpoint, name, source)
+            if {name, source} <= found and not equal_tensors(checkpoint, name, source)
         ]
     if faults:
         raise fault_list(checkpoint.folder, faults)
+
+
+def equal_tensors(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
+    """Bit for bit but for NaN, which equals nothing; a part at a time."""
+    rows, columns = checkpoint.shape(name)
+    step = max(1, _COMPARED_AT_ONCE // columns)
+    return all(
+        torch.equal(checkpoint.get(name, rows=part), checkpoint.get(other, rows=part))
+        for part in ((row, min(row + step, rows)) for row in range(0, rows, step))
+    )
 
 
 def _tensor_faults(
@@ -105,15 +115,6 @@ def _repeats(mapping: ModelMapping, spec: ModelSpec) -> dict[str, tuple[str, str
         tied = "tie_word_embeddings is true"
         repeats["lm_head.weight"] = ("model.embed_tokens.weight", tied)
     return repeats
-
-
-def _equal(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
-    rows, columns = checkpoint.shape(name)
-    step = max(1, _COMPARED_AT_ONCE // columns)
-    return all(
-        torch.equal(checkpoint.get(name, rows=part), checkpoint.get(other, rows=part))
-        for part in ((row, min(row + step, rows)) for row in range(0, rows, step))
-    )
 
 
 def _without_mtp(there: set[str], expected: Mapping[str, Any], spec: ModelSpec) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.errors import DataError
 from megarl.models.config_json import read_object
 from megarl.models.hf_fp8 import SCALE, Fp8Blocks, quantization_problems, scale_faults
+from megarl.models.hf_fused import split_fused
 from megarl.models.hf_headers import Place, fault_list, read_headers
 from megarl.ops.fp8_block import fp8_block_dequant
 
@@ -148,9 +149,8 @@ def inspect_folder(hf_dir: Path) -> tuple[HfCheckpoint, list[str]]:
         faults += scale_faults(headers.places, headers.unread, blocks)
     declared = config.get("dtype") or config.get("torch_dtype")
     dtype = torch.bfloat16 if declared == "bfloat16" else torch.float32  # as ``spec.dtype``
-    checkpoint = HfCheckpoint(
-        folder, headers.places, blocks=blocks, dtype=dtype, unread=headers.unread
-    )
+    places = split_fused(headers.places, config)
+    checkpoint = HfCheckpoint(folder, places, blocks=blocks, dtype=dtype, unread=headers.unread)
     return checkpoint, faults
 
 

@@ -66,7 +66,8 @@ class HfWriter:
         """``files``: in which file a tensor is to be, by name; others go where the one before them
         is. Without it, as many files as ``max_shard_bytes`` makes of them.
 
-        Raises DataError for a tensor that is announced twice, or of a dtype that files have not.
+        Raises DataError for a tensor that is announced twice, or of a dtype that files have not,
+        and for a file that is not one of ``folder``.
         """
         _check(specs)
         grouped = _as_before(specs, files) if files else _by_size(specs, max_shard_bytes)
@@ -234,6 +235,9 @@ def _as_before(
     specs: Sequence[TensorSpec], files: Mapping[str, str]
 ) -> dict[str, list[TensorSpec]]:
     order = {file: None for file in files.values()}
+    for file in order:
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise DataError(f"tensors cannot be in {file!r}; accepted: names ending .safetensors")
     groups: dict[str, list[TensorSpec]] = {file: [] for file in order}
     file = next(iter(order))
     for spec in specs:

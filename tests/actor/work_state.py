@@ -12,7 +12,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megarl.actor.actor import MegatronActor
 from megarl.actor.state import load_model, load_trained, save_model, save_trained
+from megarl.actor.whole_model import whole_model_logprobs
 from megarl.errors import DataError
+from megarl.models.spec import read_spec
 from megarl.types import Max
 from tests.actor.work import config_for, make_actor, prepare
 from tests.helpers.samples import random_samples
@@ -190,3 +192,13 @@ def with_trainee(
 
 
 ONE_STEP = {"policy": {"name": "gspo"}, "minibatches": 1}
+
+
+def whole_logprobs(
+    rank: int, models: dict[str, tuple[Path, Path]], tokens: list[int]
+) -> dict[str, torch.Tensor]:
+    """Of checkpoints, by name: (Hugging Face folder, weights)."""
+    return {
+        name: whole_model_logprobs(weights, read_spec(hf), tokens)
+        for name, (hf, weights) in models.items()
+    }

@@ -2,21 +2,28 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.checkpoint.workers import LARGE, Item, Thread, Workers
 from megarl.convert import Export, Import
 from megarl.convert_display import _Lines, show_mapping
 from megarl.errors import DataError
+from megarl.models.hf_headers import read_headers
 from megarl.models.hf_io import open_checkpoint
-from megarl.models.hf_write import write_checkpoint
+from megarl.models.hf_write import HfWriter, write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.sharded import megatron_mapping
 from megarl.models.spec import read_spec
+from megarl.types import TensorSpec
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model
 
@@ -97,6 +104,86 @@ def test_where_one_process_fails_all_raise_and_nothing_appears(
     assert f"rank {fails}: OSError" in said[1 - fails][0]
     assert [p.name for p in tmp_path.iterdir()] == (["there"] if way == "export" else [])
     assert pool.run(WORK, world=2, ways=ways, threads=1) == [[None], [None]]  # begun again
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from megarl.checkpoint.workers import workers_of_launch
+from megarl.convert import Import
+from megarl.errors import RunError
+
+def advance(num_bytes):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+
+with workers_of_launch(2, advance, timeout_s=20) as workers:
+    try:
+        Import(Path(sys.argv[1])).run(Path(sys.argv[2]), workers)
+    except RunError as e:
+        print(e)
+        sys.exit(3)
+"""
+
+
+def test_a_process_that_is_killed_is_named_and_nothing_appears(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    env["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # it is there already
+    command = [sys.executable, "-c", KILLED, models["qwen3_moe yarn"], tmp_path / "out"]
+    given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen([*map(str, command)], env={**os.environ, **env, "RANK": str(r)}, **given)
+        for r in range(2)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert (ranks[0].returncode, ranks[1].returncode) == (3, -9), said
+    assert said.startswith("writing weights: process 1 has ended or does not answer (")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", ""])
+def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: str) -> None:
+    specs = [TensorSpec("a", (2,), "float32")]
+    with pytest.raises(DataError, match="cannot be in"):
+        HfWriter(tmp_path, specs, files={"a": file})
+
+
+@pytest.mark.dist
+def test_what_was_written_is_verified_by_all_together(
+    pool: WorkerPool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    hf, there, back = models["deepseek_v3"], tmp_path / "there", tmp_path / "back"
+    Import(hf).run(there, Workers())
+    Export(there).run(back, Workers())
+    given = {"checkpoint": there, "folder": back}
+    work = "tests.checkpoint.work_convert:verify"
+    first, second = pool.run(work, world=2, threads=2, **given)
+    count = len(open_checkpoint(hf).names())
+    assert first[0] == f"verified: {count} tensors, read back, are those of the source"
+    assert first[1].startswith("verified: ") and "those of the checkpoint" in first[1]
+    # one value of each, wherever they are read
+    digests = json.loads((there / "digests.json").read_text())
+    name = "model.layers.3.mlp.experts.2.down_proj.weight"
+    digests["tensors"][name]["digest"] = "0" * 16
+    (there / "digests.json").write_text(json.dumps(digests))
+    place = read_headers(back).places[name]
+    with place.file.open("r+b") as file:
+        file.seek(place.begin)
+        byte = file.read(1)
+        file.seek(place.begin)
+        file.write(bytes([byte[0] ^ 1]))
+    first, second = pool.run(work, world=2, threads=1, **given)
+    assert f"1 of {count} tensors are not what was imported:\n  {name}: digest" in first[0]
+    assert "1 of" in first[1] and "local_experts.2.linear_fc2.weight: digest" in first[1]
+    assert all("verifying failed on rank 0" in said for said in second)
 
 
 # --- how work is shared ---------------------------------------------------------------------------

@@ -1,17 +1,22 @@
 """Tiny random models as transformers saves them: the reference for names, shapes and bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
+from megarl.errors import DataError
+from megarl.models.dist_metadata import read_metadata
 from megarl.models.hf_write import write_checkpoint
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import read_spec
 from tests.helpers import families
+from tests.helpers.pickled import PLACES, Refused, metadata
 
 SIZES: dict[str, Any] = {
     "vocab_size": 50,
@@ -95,3 +100,40 @@ def sharded(saved: Callable[[str], Path], tmp_path: Path) -> Path:
     out = tmp_path / "sharded"
     write_checkpoint(out, load_file(source / "model.safetensors").items(), specs, source, 20_000)
     return out
+
+
+# --- distributed checkpoints ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "marker"
+    monkeypatch.setenv("MEGARL_TEST_MARKER", str(path))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint's ``.metadata``, by torch's own writer."""
+    path = tmp_path / "checkpoint"
+    path.mkdir()
+    (path / "metadata.json").write_text("{}")
+    results = [WriteResult(i, w[2], _StorageInfo(*w)) for i, w in PLACES]
+    FileSystemWriter(path).finish(metadata(), [results])
+    return path
+
+
+@pytest.fixture
+def refused(folder: Path, marker: Path) -> Iterator[Refused]:
+    """What is said of these bytes as ``.metadata``."""
+
+    def refuse(data: bytes) -> str:
+        (folder / ".metadata").write_bytes(data)
+        with pytest.raises(DataError) as error:
+            read_metadata(folder)
+        assert not marker.exists()
+        assert str(error.value).startswith(str(folder / ".metadata"))
+        return str(error.value)
+
+    yield refuse
+    assert not marker.exists()
