@@ -22,7 +22,7 @@ Sources: SGLang 0.5.23, ``Fp8LinearMethod.validate_block_quant_shapes``,
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 @dataclass(frozen=True)
 class Fp8Export:
-    """What of a model is in codes. ``specs``: of what ``quantised`` gives, a weight's scales behind
+    """What of a model is in codes. ``specs``: of what ``parts`` gives, a weight's scales behind
     it. ``codes``: names of weights. ``plain``: modules with a matrix that is not in codes.
     """
 
@@ -74,13 +74,6 @@ class Fp8Export:
             **_SCALE_FMT[self.scales],
             **({"modules_to_not_convert": list(self.plain)} if self.plain else {}),
         }
-
-    def quantised(
-        self, tensors: Iterable[tuple[str, Tensor | Entry]]
-    ) -> Iterator[tuple[str, Tensor | Entry]]:
-        """The model's tensors, in any order, one at a time."""
-        for name, tensor in tensors:
-            yield from self.parts(name, tensor)
 
     def parts(self, name: str, tensor: Tensor | Entry) -> list[tuple[str, Tensor | Entry]]:
         """Codes and scales of a weight, which a server must get together; or the tensor.
