@@ -10,6 +10,7 @@ import math
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -190,13 +191,21 @@ def compare_logprobs(weights: Path, hf: Path, spec: ModelSpec, available: int | 
     ours, said = _logprobs("megatron", str(weights.resolve()), str(hf.resolve()), *tokens)
     if ours is None:
         raise DataError(f"{weights}: Megatron cannot compute with it: {said}")
-    largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    try:
+        return judge_logprobs(ours, theirs)
+    except DataError as e:
+        raise DataError(f"{weights} and {hf} are not the same model: {e}") from e
+
+
+def judge_logprobs(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """A line with the largest difference. Raises DataError where it is above ``TOLERANCE``, or no
+    number.
+    """
     line = f"log-probs of {len(ours)} tokens by Megatron and by transformers, in float32"
-    if not largest <= TOLERANCE:  # NaN, too
-        raise DataError(
-            f"{line}, differ by {largest:.3g}, more than {TOLERANCE:g}: {weights} and {hf} are "
-            "not the same model"
-        )
+    both = zip(ours, theirs, strict=True)
+    apart = [abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf for a, b in both]
+    if (largest := max(apart)) > TOLERANCE:
+        raise DataError(f"{line}, differ by {largest:.3g}, more than {TOLERANCE:g}")
     return f"{line}: largest difference {largest:.2g} (accepted: {TOLERANCE:g})"
 
 

@@ -8,13 +8,16 @@ checkpoint was written by us; it is compared before anything else.
 
 Megatron's own loader unpickles the same file without restriction, and after it every object that a
 checkpoint holds besides tensors (torch 2.13, ``DefaultLoadPlanner.load_bytes``). ``require_safe``
-is to be called before: it accepts only files that hold nothing but the known types, and only
-objects that torch's ``weights_only`` accepts. Files must not be changed between the two.
+is to be called before: it accepts only files that do nothing but fill in the known types, and only
+objects that torch's ``weights_only`` accepts. Where torch cannot read ``.metadata`` it takes one
+that each rank has of its own; a folder with such is refused. Files must not change in between.
 """
 
 import hashlib
 import io
 import json
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import torch
 
 from megarl.errors import DataError
-from megarl.models.inert_pickle import Record, load_inert
+from megarl.models.inert_pickle import Form, Record, load_inert
 from megarl.rundir import write_json
 
 METADATA, FORMAT, CHECKSUMS = ".metadata", "metadata.json", "checksums.json"
@@ -30,18 +33,61 @@ COMMON_FILE = "common.pt"  # objects besides tensors, in older checkpoints
 
 _META = "torch.distributed.checkpoint.metadata"
 _PLAN = "torch.distributed.checkpoint.planner"
-_RECORDS = {
-    *((_META, n) for n in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_META, n) for n in ("TensorStorageMetadata", "BytesStorageMetadata")),
-    *((_META, n) for n in ("ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
-    *((_PLAN, n) for n in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-    *((_PLAN, n) for n in ("BytesIOWriteData",)),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    *((m, "PosixPath") for m in ("pathlib", "pathlib._local")),  # of the checkpoint
-    ("builtins", "getattr"),  # how some Pythons write a member of an enum; kept, never called
+_FILES = "torch.distributed.checkpoint.filesystem"
+_ENUMS = {(_META, "_MEM_FORMAT_ENCODING"), (_PLAN, "WriteItemType")}
+_FIELDS = {  # of objects that are made without arguments, and given these
+    (_META, "Metadata"): "state_dict_metadata planner_data storage_data storage_meta version "
+    "all_local_plans",
+    (_META, "MetadataIndex"): "fqn offset index",
+    (_META, "StorageMeta"): "checkpoint_id save_id load_id modules",
+    (_META, "TensorStorageMetadata"): "properties size chunks",
+    (_META, "BytesStorageMetadata"): "",
+    (_META, "ChunkStorageMetadata"): "offsets sizes",
+    (_PLAN, "SavePlan"): "items storage_data planner_data usable",
+    (_PLAN, "WriteItem"): "index type bytes_io_data tensor_data",
+    (_PLAN, "TensorWriteData"): "chunk properties size",
+    (_PLAN, "BytesIOWriteData"): "nbytes",
+    (_FILES, "_StorageInfo"): "relative_path offset length transform_descriptors",
+    (_FILES, "_StoragePrefix"): "prefix",
+}
+
+
+def _all(kind: type, values: Iterable[Any]) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+def _with(fields: str) -> Form:
+    names = set(fields.split())
+    return Form(lambda args: not args, lambda state: type(state) is dict and set(state) <= names)
+
+
+def _called(accepts: Callable[[tuple[Any, ...]], bool]) -> Form:
+    return Form(accepts, lambda state: False)
+
+
+def _is_member(args: tuple[Any, ...]) -> bool:
+    """An enum of the table, and a name that only a member has."""
+    enum, name = args if len(args) == 2 else (None, None)
+    known = isinstance(enum, type) and issubclass(enum, Record) and enum.kind in _ENUMS
+    return known and type(name) is str and re.fullmatch("[A-Z][A-Z_]*", name) is not None
+
+
+_FORMS = {
+    **{name: _with(fields) for name, fields in _FIELDS.items()},
+    **{name: _called(lambda args: len(args) == 1 and _all(int, args)) for name in _ENUMS},
+    (_META, "TensorProperties"): Form(
+        lambda args: not args, lambda state: type(state) is tuple and len(state) == 5
+    ),
+    ("torch", "Size"): _called(
+        lambda args: len(args) == 1 and _all(tuple, args) and _all(int, args[0])
+    ),
+    ("torch.serialization", "_get_layout"): _called(
+        lambda args: len(args) == 1 and _all(str, args)
+    ),
+    # where the checkpoint was written; the second in Python 3.13
+    **{(m, "PosixPath"): _called(lambda a: _all(str, a)) for m in ("pathlib", "pathlib._local")},
+    # how some Pythons write a member of an enum
+    ("builtins", "getattr"): _called(_is_member),
 }
 _DTYPES = {
     ("torch", str(dtype).removeprefix("torch.")): dtype
@@ -97,7 +143,7 @@ def read_metadata(folder: Path) -> DistMetadata:
     path = folder / METADATA
     data = path.read_bytes()
     _check_sum(folder, data)
-    found = load_inert(data, path, records=_RECORDS, constants=_DTYPES)
+    found = load_inert(data, path, records=_FORMS, constants=_DTYPES)
     try:
         return _metadata(found)
     except _DamagedError as e:
@@ -113,8 +159,11 @@ def record_checksum(folder: Path) -> None:
 
 def require_safe(folder: Path) -> DistMetadata:
     """To be called before a checkpoint is given to Megatron's loader. Raises DataError as
-    ``read_metadata`` does, and for an object that is more than data.
+    ``read_metadata`` does, for an object that is more than data, and for ``.metadata`` of ranks.
     """
+    others = sorted(p.name for p in folder.glob("*.metadata") if p.name != METADATA)
+    if others:
+        raise DataError(f"{folder} holds {', '.join(others)} beside {METADATA}; accepted: none")
     metadata = read_metadata(folder)
     objects: dict[str, Any] = {
         f"{where.file}: {key}": lambda where=where: read_bytes(folder, where)

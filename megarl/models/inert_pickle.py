@@ -7,10 +7,13 @@ Only for pickles of data whose types are known beforehand, such as a distributed
    and 5 for plain objects; no position, length or frame may reach beyond the end. What addresses
    the memo by number, extension registries, persistent ids and classes by text is not among them.
 2. A global is looked up in nothing but the caller's table, by module and name exactly. Found is a
-   class of records made for this one reading, never the class meant: calls, ``__new__`` and state
-   are kept in the record as they came. So no pickle can call code, or change a class of the
-   process.
-3. Values that ``constants`` has are given as they are; they must be immutable.
+   class of records made for this one reading, never the class meant: the arguments of a call or of
+   ``__new__``, and the state, are kept in the record. So no pickle can call code, or change a class
+   of the process.
+3. The caller says of every global which arguments and which state it may get (``Form``). A file
+   that is accepted therefore does nothing else under Python's own unpickler, either: what a call
+   returns is never called, has no attribute taken, and no class is given state.
+4. Values that ``constants`` has are given as they are; they must be immutable.
 
 A file made to take long or much memory to read is not recognised as such.
 """
@@ -18,7 +21,8 @@ A file made to take long or much memory to read is not recognised as such.
 import io
 import pickle
 import pickletools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,30 +49,50 @@ for _name, _size in _COUNTED.items():
 _STOP, _GLOBAL, _FRAME = _CODES["STOP"], _CODES["STACK_GLOBAL"], _CODES["FRAME"]
 
 
+@dataclass(frozen=True)
+class Form:
+    """Which arguments a global may be called with, and which state the result be given."""
+
+    arguments: Callable[[tuple[Any, ...]], bool]
+    state: Callable[[Any], bool]
+
+
 class Record:
     """An object of the class ``kind``, or what calling it gives: ``args`` it was called with,
     ``state`` that it was given.
     """
 
     kind: ClassVar[Name]
-    args: tuple[Any, ...] = ()
-    state: Any = None
+    form: ClassVar[Form]
+    args: tuple[Any, ...]
+    state: Any
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
+    def __new__(cls, *args: Any) -> "Record":
+        if not cls.form.arguments(args):
+            raise _UnexpectedError(f"{'.'.join(cls.kind)} is called with other arguments")
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
 
     def __setstate__(self, state: Any) -> None:
+        if not self.form.state(state):
+            raise _UnexpectedError(f"{'.'.join(self.kind)} is given another state")
         self.state = state
 
 
+class _UnexpectedError(Exception):
+    """What is not of its ``Form``."""
+
+
 def load_inert(
-    data: bytes, path: Path, *, records: Collection[Name], constants: Mapping[Name, Any]
+    data: bytes, path: Path, *, records: Mapping[Name, Form], constants: Mapping[Name, Any]
 ) -> Any:
     """The pickle ``data`` of file ``path``: containers, numbers, strings, ``constants`` and
     ``Record`` of the kinds in ``records``.
 
     Raises DataError, naming what was found and at which byte, for every opcode and global that is
-    not accepted, and where the pickle is damaged.
+    not accepted, for arguments and states that are not of a global's form, and where the pickle is
+    damaged.
     """
     globals_at = _scan(data, path)
     reader = _Reader(data, path, globals_at, records, constants)
@@ -76,6 +100,8 @@ def load_inert(
         return reader.load()
     except DataError:
         raise
+    except _UnexpectedError as e:
+        raise DataError(f"{path}: {e} than a file of this kind has: nothing of it was run") from e
     except Exception as e:  # a damaged pickle fails in any way that a method of these types can
         raise DataError(f"{path} is a damaged pickle: {type(e).__name__}: {e}") from e
 
@@ -115,13 +141,16 @@ class _Reader(pickle.Unpickler):
         data: bytes,
         path: Path,
         globals_at: list[int],
-        records: Collection[Name],
+        records: Mapping[Name, Form],
         constants: Mapping[Name, Any],
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._path, self._globals_at, self._count = path, globals_at, 0
         self._known: dict[Name, Any] = {
-            **{name: type(name[1], (Record,), {"kind": name}) for name in records},
+            **{
+                name: type(name[1], (Record,), {"kind": name, "form": form})
+                for name, form in records.items()
+            },
             **constants,
         }
 

@@ -58,6 +58,18 @@ def the_metadata(folder: Path, evil: Touch) -> str:
     return "found posix.system at byte"
 
 
+def the_metadata_of_a_rank(folder: Path, evil: Touch) -> str:
+    """Which torch reads where the other is none to it."""
+    metadata = FileSystemReader(folder).read_metadata()
+    metadata.planner_data = evil
+    results = [WriteResult(i, w.length, w) for i, w in metadata.storage_data.items()]
+    original = (folder / ".metadata").read_bytes()
+    FileSystemWriter(folder).finish(metadata, [results])
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    (folder / ".metadata").write_bytes(original.replace(b"torch.strided", b"torch.strider"))
+    return "holds __0.metadata beside .metadata"
+
+
 def the_metadata_in_a_word(folder: Path, evil: Touch) -> str:
     record_checksum(folder)
     data = (folder / ".metadata").read_bytes()
@@ -76,7 +88,10 @@ def checkpoint(
     return path
 
 
-@pytest.mark.parametrize("spoil", [an_object, a_common_file, the_metadata, the_metadata_in_a_word])
+@pytest.mark.parametrize(
+    "spoil",
+    [an_object, a_common_file, the_metadata, the_metadata_of_a_rank, the_metadata_in_a_word],
+)
 def test_a_checkpoint_with_code_is_refused_and_none_of_it_runs(
     pool: WorkerPool,
     tiny_small: Path,

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.dist
 NAMES = ["deepseek_v3", "glm4_moe without qk norm", "gpt_oss", "qwen3 yarn tied", "llama"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+)
 def test_log_probs_of_a_checkpoint_are_those_of_transformers(
     pool: WorkerPool, tmp_path: Path, dtype: torch.dtype
 ) -> None:

@@ -18,18 +18,22 @@ from megarl.checkpoint.verify import (
     available_memory,
     compare_logprobs,
     compare_with_import,
+    judge_logprobs,
+    stored_digests,
     verify_export,
     verify_import,
 )
 from megarl.errors import DataError
+from megarl.model_logprobs import by_transformers
 from megarl.models.fp8_export import fp8_export
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.sharded import megatron_mapping, parameter_names
 from megarl.models.spec import read_spec
 from megarl.rundir import write_json
 from tests.helpers.export import export
-from tests.helpers.families import MODELS, save_model, wide
+from tests.helpers.families import reference_logprobs, save_model, wide
 from tests.helpers.fp8_blocks import quantised
+from tests.helpers.samples import random_samples
 
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], list[str]]  # of a model; returns what it changed
@@ -141,10 +145,10 @@ def copy_of(folder: Path, out: Path) -> Path:
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_an_import_of_other_weights_is_refused_with_every_tensor(
-    plain: Path, tmp_path: Path, wrong: Change
+    plain: Path, plain_checkpoint: Path, tmp_path: Path, wrong: Change
 ) -> None:
     """Expected are the digests of the source; what lies in the checkpoint has a fault."""
-    digests = imported(plain, tmp_path / "right")
+    digests = stored_digests(plain_checkpoint)
     spoiled = copy_of(plain, tmp_path / "spoiled")
     names = changed(spoiled, wrong)
     imported(spoiled, tmp_path / "wrong")
@@ -168,7 +172,11 @@ def test_an_export_of_other_weights_is_refused_with_every_parameter(
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+FAMILIES = ["qwen3 yarn tied", "qwen3_moe yarn", "deepseek_v3", "glm4_moe without qk norm"]
+FAMILIES += ["gpt_oss", "gpt_oss without yarn", "qwen2", "llama biases tied", "kimi_k2"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_conversions_of_every_family_pass(tmp_path: Path, name: str) -> None:
     """Fused experts, tied embeddings, copies for layers behind the last; and an export says that it
     is what was imported.
@@ -260,6 +268,37 @@ def test_an_export_in_fp8_is_what_codes_make_of_the_weights(tmp_path: Path, scal
 # --- log-probs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ([-1.0, -2.5, -0.25], "largest difference 0 (accepted: 0.001)"),
+        ([-1.0, -2.5009, -0.25], "largest difference 0.0009 (accepted: 0.001)"),
+        ([-1.0, -2.5011, -0.25], "differ by 0.0011, more than 0.001"),
+        ([-1.002, -2.5, -0.25], "differ by 0.002, more than 0.001"),
+        ([-1.0, -2.5, float("nan")], "differ by inf"),
+        ([float("-inf"), -2.5, -0.25], "differ by inf"),
+    ],
+)
+def test_log_probs_are_judged_by_their_largest_difference(theirs: list[float], says: str) -> None:
+    ours = [-1.0, -2.5, -0.25]
+    if "differ by" not in says:
+        assert says in judge_logprobs(ours, theirs)
+        return
+    for one, other in ((ours, theirs), (theirs, ours), (theirs, theirs if "inf" in says else ours)):
+        with pytest.raises(DataError, match=says):
+            judge_logprobs(one, other)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "kimi_k2"])
+def test_transformers_side_is_transformers(tmp_path: Path, name: str) -> None:
+    hf = save_model(name, tmp_path / "hf", torch.bfloat16)
+    (sample,) = random_samples(1, 1, seed=4)
+    (expected,) = reference_logprobs(hf, [sample])
+    found = by_transformers(hf, sample.tokens.tolist())
+    torch.testing.assert_close(torch.tensor(found).double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_log_probs_of_another_model_are_refused(
     plain: Path, plain_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -268,7 +307,9 @@ def test_log_probs_of_another_model_are_refused(
     changed(spoiled, gate_for_up)
     with pytest.raises(DataError) as error:
         compare_logprobs(plain_checkpoint / "megatron", spoiled, read_spec(plain))
-    found = re.search(r"31 tokens .* differ by (\S+), more than 0.001", str(error.value))
+    found = re.search(
+        r"not the same model: .*31 tokens .* differ by (\S+), more than 0.001", str(error.value)
+    )
     assert found and 1e-3 < float(found[1]) < 10
 
 

@@ -165,6 +165,15 @@ def test_objects_that_are_more_than_data_are_refused(folder: Path, marker: Path,
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("name", ["__0.metadata", "__13.metadata", "x.metadata"])
+def test_metadata_of_single_ranks_is_refused(folder: Path, name: str) -> None:
+    """Where ``.metadata`` pleases us and not torch, torch reads those."""
+    require_safe(with_object(folder, saved([{}])))
+    (folder / name).write_bytes((folder / ".metadata").read_bytes())
+    with pytest.raises(DataError, match=rf"holds {name} beside \.metadata"):
+        require_safe(folder)
+
+
 @pytest.mark.parametrize("data", [b"", b"PK", b"\x80\x04N.", saved([{}])[:-5]], ids=repr)
 def test_damaged_objects_are_refused(folder: Path, data: bytes) -> None:
     with pytest.raises(DataError, match="common_state/shard_0_1 is refused"):

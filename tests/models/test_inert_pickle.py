@@ -4,6 +4,7 @@ nothing of any file is run. That each attack succeeds under ``pickle`` itself is
 
 import copyreg
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.helpers.pickled import (
     READ,
     Call,
     Refused,
+    by_attributes,
     calls,
     dumped,
     of_metadata,
@@ -111,6 +113,18 @@ def test_what_is_ignored_is_not_run_either(refused: Refused, marker: Path) -> No
     assert "found posix.system at byte" in refused(data)
 
 
+@pytest.mark.parametrize("where", [*WHERE, in_what_is_ignored])
+def test_no_attribute_is_taken_of_what_is_known(
+    refused: Refused, marker: Path, where: Callable[[Any], Any]
+) -> None:
+    """It would be by Python, which reads the file after us."""
+    found = refused(dumped(where(by_attributes(marker))))
+    assert "builtins.getattr is called with other arguments" in found
+    trusted(dumped(in_what_is_ignored(by_attributes(marker))))
+    assert marker.exists()
+    marker.unlink()
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3])
 def test_older_protocols_are_refused(refused: Refused, marker: Path, protocol: int) -> None:
     """In which classes are spelt as text, and the memo is addressed by number."""
@@ -191,6 +205,42 @@ def test_no_class_of_the_process_is_changed(refused: Refused, module: str, name:
     before = vars(Metadata).copy(), vars(TensorProperties).copy()
     refused(target + state + b"b.")
     assert before == (dict(vars(Metadata)), dict(vars(TensorProperties)))
+
+
+def call(name: str, arguments: bytes) -> bytes:
+    module, _, last = name.rpartition(".")
+    return text(module) + text(last) + b"\x93" + arguments + b"R"
+
+
+ENUM = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
+ENUM_CLASS = call(ENUM, b"")[:-1]
+INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+ODD: dict[str, bytes] = {
+    "an attribute of a class": call("builtins.getattr", SIZE + text("count") + b"\x86"),
+    "a dunder of an enum": call("builtins.getattr", ENUM_CLASS + text("__init__") + b"\x86"),
+    "a method of an enum": call("builtins.getattr", ENUM_CLASS + text("mro") + b"\x86"),
+    "an attribute of a member": call(
+        "builtins.getattr", call(ENUM, b"K\x00\x85") + text("NAME") + b"\x86"
+    ),
+    "an attribute with a default": call("builtins.getattr", ENUM_CLASS + text("A") + b"N\x87"),
+    "an attribute of text": call("builtins.getattr", text("a") + text("A") + b"\x86"),
+    "a size of text": call("torch.Size", text("a") + b"\x85\x85"),
+    "a size of a class": call("torch.Size", SIZE + b"\x85\x85"),
+    "a layout of a class": call("torch.serialization._get_layout", SIZE + b"\x85"),
+    "an enum of text": call(ENUM, text("a") + b"\x85"),
+    "a path of a path": call("pathlib.PosixPath", call("pathlib.PosixPath", b")") + b"\x85"),
+    "a call of a data class": call(INFO, text("a") + b"K\x00K\x01\x87"),
+    "an unknown field": call(INFO, b")") + b"}" + text("__class__") + SIZE + b"sb",
+    "a field of another": call(INFO, b")") + b"}" + text("fqn") + b"Nsb",
+    "a state for slots": call(INFO, b")") + b"N}" + text("offset") + b"Ns\x86b",
+    "a state of a size": call("torch.Size", b")\x85") + b"}b",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_a_file_of_this_kind_never_does_is_refused(refused: Refused, name: str) -> None:
+    said = refused(ODD[name] + b".")
+    assert re.search(r"(with other arguments|another state) than a file of this kind has", said)
 
 
 @pytest.mark.parametrize(
