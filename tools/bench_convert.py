@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megarl.rundir import sync_path  # noqa: E402
+
 EXPERTS, HIDDEN, MOE_FFN = 32, 2048, 1024
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -80,7 +82,7 @@ def copy(source: Path, out: Path, threads: int) -> None:
     out.mkdir()
     for file in sorted(source.iterdir()):
         shutil.copyfile(file, out / file.name)
-        sync(out / file.name)
+        sync_path(out / file.name)
 
 
 def imported(source: Path, out: Path, threads: int) -> None:
@@ -111,7 +113,7 @@ def eager_import(source: Path, out: Path, threads: int) -> None:
     }
     dcp.save(state, checkpoint_id=out, no_dist=True)
     for file in out.iterdir():
-        sync(file)
+        sync_path(file)
 
 
 def eager_export(source: Path, out: Path, threads: int) -> None:
@@ -130,7 +132,7 @@ def eager_export(source: Path, out: Path, threads: int) -> None:
     tensors = {hf: t for name in names for hf, t in mapping.to_hf(name, [state[name]])}
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
-    sync(out / "model.safetensors")
+    sync_path(out / "model.safetensors")
 
 
 WORK: dict[str, tuple[Callable[[Path, Path, int], None], str]] = {  # and what it reads
@@ -159,14 +161,6 @@ def measured(name: str, source: Path, out: Path, threads: int) -> dict[str, floa
 def status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def forget(folder: Path) -> None:
