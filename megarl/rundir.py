@@ -158,3 +158,12 @@ def write_json(path: Path, value: Any) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(value, indent=1))
     os.replace(part, path)
+
+
+def sync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

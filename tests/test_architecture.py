@@ -27,6 +27,8 @@ LAYERS = [
     {"algos", "models", "data"},
     {"actor", "rollout", "sync", "checkpoint", "monitor", "plan"},
     {
+        "convert",
+        "convert_display",
         "loop",
         "parts",
         "planning",
@@ -58,7 +60,7 @@ OWNERS = {
     "matplotlib": ["monitor/*", "cli.py"],
     "tensorboard": ["monitor/*", "cli.py"],
     "torch.utils.tensorboard": ["monitor/*", "cli.py"],
-    "rich": ["monitor/*", "plan/table.py", "cli.py"],
+    "rich": ["monitor/*", "plan/table.py", "cli.py", "convert_display.py"],
     "wandb": ["monitor/*"],
     "mlflow": ["monitor/*"],
     "trackio": ["monitor/*"],

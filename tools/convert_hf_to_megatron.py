@@ -1,41 +1,34 @@
 #!/usr/bin/env python3
-"""Turn a Hugging Face folder into a Megatron checkpoint that ``model.load`` reads, in any layout::
+"""Turn a Hugging Face folder into a Megatron checkpoint of weights, which any layout loads::
 
 python tools/convert_hf_to_megatron.py runs/demo/model runs/demo/model_megatron
+torchrun --nproc-per-node 8 tools/convert_hf_to_megatron.py MODEL OUT    # in 8 processes
 
-No model is built: memory holds one parameter of one layer, one expert at a time. ``--verify``
-reads the checkpoint back before it is published, and compares digests of all tensors and, where
-twice the weights fit into memory, log-probs.
+No model is built: memory holds one parameter of one layer, one expert at a time. OUT appears when
+it is whole. docs/conversion.md has more.
 """
 
 import argparse
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
-from megarl.checkpoint.manager import MEGATRON, publish_model
-from megarl.checkpoint.streamed import write_weights
-from megarl.checkpoint.verify import compare_logprobs, stored_digests, verify_import
-from megarl.errors import MegarlError
-from megarl.models.hf_complete import open_model
-from megarl.models.spec import read_spec
+from megarl.convert import Import, add_arguments, perform, tool
+from megarl.convert_display import show_mapping
 
 
-def convert(source: Path, out: Path, *, verify: bool = False) -> None:
-    spec = read_spec(source)
-    checkpoint = open_model(source, spec)
-
-    def check(part: Path) -> None:
-        print(verify_import(part, spec, stored_digests(part)))
-        print(compare_logprobs(part / MEGATRON, source, spec))
-
-    publish_model(
-        out,
-        spec.as_json(),
-        source,
-        lambda folder: write_weights(folder, checkpoint, spec),
-        check if verify else None,
-    )
-    print(f"{out}: {len(checkpoint.names())} tensors from {source}")
+def convert(
+    source: Path,
+    out: Path,
+    allow_missing: Collection[str] = (),
+    threads: int = 1,
+    timeout_s: float = 60.0,
+    *,
+    verify: bool = False,
+) -> None:
+    conversion = Import(source, allow_missing, verify=verify)
+    perform(conversion, out, threads, timeout_s)
+    print(f"{out}: {len(conversion.checkpoint.names())} tensors from {source}")
 
 
 def main() -> int:
@@ -44,14 +37,21 @@ def main() -> int:
     )
     parser.add_argument("source", type=Path, help="Hugging Face folder")
     parser.add_argument("out", type=Path, help="checkpoint folder, must not exist")
-    parser.add_argument("--verify", action="store_true", help="read the output back and compare")
+    lack = "tensors that the folder may lack: they become zeros"
+    parser.add_argument("--allow-missing", nargs="+", default=[], metavar="NAME", help=lack)
+    back = "read what was written back, and compare, before it appears"
+    parser.add_argument("--verify", action="store_true", help=back)
+    add_arguments(parser)
     args = parser.parse_args()
-    try:
-        convert(args.source, args.out, verify=args.verify)
-    except MegarlError as e:
-        print(f"convert_hf_to_megatron: {e}", file=sys.stderr)
-        return 1
-    return 0
+
+    def work() -> None:
+        if args.dry_run:
+            show_mapping(Import(args.source, args.allow_missing).mapping)
+        else:
+            shared = args.threads, args.timeout_s
+            convert(args.source, args.out, args.allow_missing, *shared, verify=args.verify)
+
+    return tool("convert_hf_to_megatron", work)
 
 
 if __name__ == "__main__":

@@ -3,61 +3,66 @@
 folder::
 
 python tools/convert_megatron_to_hf.py runs/demo/rl/checkpoints/step_60 runs/demo/hf_after
+torchrun --nproc-per-node 8 tools/convert_megatron_to_hf.py CHECKPOINT OUT    # in 8 processes
 
-No model is built: memory holds one parameter of one layer, one expert at a time. Says whether the
-weights are those that were once imported, by their digests. ``--verify`` reads the folder back
-before it is published, and compares digests of all parameters and, where twice the weights fit into
-memory, log-probs.
+No model is built: memory holds one parameter of one layer, one expert at a time. OUT appears when
+it is whole. ``--fp8`` writes the linears in blocks of 128 x 128. docs/conversion.md has more.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.checkpoint.manager import HF, MEGATRON, MODEL
-from megarl.checkpoint.models import (
-    config_contradictions,
-    require_no_contradictions,
-    stored_spec,
-)
-from megarl.checkpoint.streamed import export_weights
-from megarl.checkpoint.verify import compare_logprobs, compare_with_import, verify_export
-from megarl.errors import MegarlError
-from megarl.models.spec import read_spec
+from megarl.convert import Export, add_arguments, perform, tool
+from megarl.convert_display import show_fp8, show_mapping
+from megarl.models.fp8_export import SCALES
 
 
-def convert(source: Path, out: Path, *, verify: bool = False) -> None:
-    spec = stored_spec(source / MODEL)
-    meant = read_spec(source / HF)
-    require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
-
-    def check(part: Path) -> None:
-        print(verify_export(source / MEGATRON, part, spec))
-        print(compare_logprobs(source / MEGATRON, part, spec))
-
-    weights, hf = source / MEGATRON, source / HF
-    exported = export_weights(
-        weights, out, spec, metadata_from=hf, verify=check if verify else None
-    )
-    print(f"{out}: from {source}; {compare_with_import(source, exported)}")
+def convert(
+    source: Path,
+    out: Path,
+    fp8: str | None = None,
+    exclude: Sequence[str] = (),
+    threads: int = 1,
+    timeout_s: float = 60.0,
+    *,
+    verify: bool = False,
+) -> None:
+    perform(Export(source, fp8, exclude, verify=verify), out, threads, timeout_s)
+    print(f"{out}: from {source}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "source", type=Path, help="checkpoint folder, such as RUN/checkpoints/step_60"
-    )
+    step = "checkpoint folder, such as RUN/checkpoints/step_60"
+    parser.add_argument("source", type=Path, help=step)
     parser.add_argument("out", type=Path, help="Hugging Face folder, must not exist")
-    parser.add_argument("--verify", action="store_true", help="read the output back and compare")
+    scales = "in FP8: f32 or power_of_two scales"
+    parser.add_argument("--fp8", choices=list(SCALES), metavar="SCALES", help=scales)
+    plain = "modules that stay plain, such as model.layers.0 or self_attn.kv_b_proj"
+    parser.add_argument("--fp8-exclude", nargs="+", default=[], metavar="MODULE", help=plain)
+    back = "read what was written back, and compare, before it appears"
+    parser.add_argument("--verify", action="store_true", help=back)
+    add_arguments(parser)
     args = parser.parse_args()
-    try:
-        convert(args.source, args.out, verify=args.verify)
-    except MegarlError as e:
-        print(f"convert_megatron_to_hf: {e}", file=sys.stderr)
-        return 1
-    return 0
+    if args.fp8_exclude and not args.fp8:
+        parser.error("--fp8-exclude has no effect without --fp8")
+    fp8 = args.fp8, args.fp8_exclude
+
+    def work() -> None:
+        if args.dry_run:
+            export = Export(args.source, *fp8)
+            show_mapping(export.mapping)
+            if export.fp8 is not None:
+                show_fp8(export.fp8)
+        else:
+            shared = args.threads, args.timeout_s
+            convert(args.source, args.out, *fp8, *shared, verify=args.verify)
+
+    return tool("convert_megatron_to_hf", work)
 
 
 if __name__ == "__main__":

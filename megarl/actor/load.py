@@ -9,6 +9,7 @@ from megarl.actor.names import global_weights
 from megarl.actor.setup import Parallel
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
+from megarl.models.hf_parameters import read_parameter
 from megarl.models.mapping import ModelMapping, mapping_for
 from megarl.models.spec import ModelSpec
 
@@ -23,7 +24,7 @@ def load_hf_weights(
     extra: Collection[str] = (),
 ) -> None:
     """Fill every weight of every chunk from ``checkpoint``, ``but`` one, if any; each rank reads
-    only the tensors it holds a part of. ``extra``: tensors that may be there and may be missing.
+    only what it holds. ``extra``: tensors that may be there and may be missing.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies.
@@ -35,10 +36,8 @@ def load_hf_weights(
             if name == but:
                 continue
             rank, size = tp_place(name, mapping, parallel)
-            index = mapping.slice_of(name)
-            tensors = [checkpoint.get(hf, index) for hf in mapping.hf_names(name)]
-            shard = mapping.to_megatron(name, tensors, tp_rank=rank, tp_size=size)
-            assert shard.shape == weight.shape, (name, shard.shape, weight.shape)
+            shard = torch.empty(weight.shape, dtype=weight.dtype)
+            read_parameter(checkpoint, mapping, name, shard, rank, size)
             weight.copy_(shard)
             if hasattr(weight, "get_high_precision_init_val"):
                 # Kept in FP8; its main parameter is to start from the values before rounding.

@@ -10,6 +10,7 @@ complete.
                        model.json    the policy's dimensions
                        critic.json   the critic's, if there is one
                        digests.json  of imported weights: what they were (digests.py)
+                       files.json    {tensor: file} of the Hugging Face folder it comes from
                        hf/           config and tokenizer files of the model
 
 ``step_40.part`` is a checkpoint being written, or what a killed run left of one: never loaded,
@@ -26,17 +27,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.checkpoint.digests import DIGESTS, Digests, digests_json
 from megarl.errors import DataError, RunError
 from megarl.hostcomm import agree
 from megarl.models.dist_metadata import record_checksum
 from megarl.models.hf_files import copy_beside
+from megarl.models.hf_headers import weight_map
 from megarl.rundir import write_json
 
 _NAME = re.compile(r"step_(\d+)")
 MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
 WriteParts = dict[str, Callable[[Path], None]]  # by folder; each writes on all ranks
 LOOP, MODEL, CRITIC_MODEL, HF = "loop.json", "model.json", "critic.json", "hf"
+FILES = "files.json"
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class CheckpointManager:
             write_json(part / LOOP, {"step": step, **loop_state})
             for name, model in models.items():
                 write_json(part / name, model)
+            if files := weight_map(hf_files):
+                write_json(part / FILES, files)
             copy_beside(hf_files, part / HF)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
@@ -115,36 +119,6 @@ class CheckpointManager:
             except Exception as e:  # whatever it is, the other ranks wait in agree() to hear of it
                 error = RunError(f"{what}: {type(e).__name__}: {e}")
         agree(error, self.host, what)
-
-
-def publish_model(
-    out: Path,
-    model: dict[str, Any],
-    hf_files: Path,
-    write: Callable[[Path], Digests],
-    verify: Callable[[Path], None] | None = None,
-) -> None:
-    """A checkpoint of weights alone, by one process, whole or not at all. ``write(folder)`` writes
-    them, and returns digests of what they were made of; ``verify(checkpoint)`` looks at all of it
-    before it is published. Raises DataError if ``out`` exists.
-    """
-    if out.exists():
-        raise DataError(f"{out} already exists; checkpoints are never overwritten")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        (part / MEGATRON).mkdir(parents=True)
-        digests = write(part / MEGATRON)
-        record_checksum(part / MEGATRON)
-        write_json(part / MODEL, model)
-        write_json(part / DIGESTS, digests_json(digests))
-        copy_beside(hf_files, part / HF)
-        if verify is not None:
-            verify(part)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def read_json(path: Path) -> dict[str, Any]:

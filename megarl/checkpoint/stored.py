@@ -4,22 +4,16 @@
 file it lies and where. Chunks are as the ranks that wrote them had them.
 """
 
-import io
 import math
-import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
 
-import torch
 from torch import Tensor
 
+from megarl.checkpoint.chunk import load_chunk
 from megarl.errors import DataError
 from megarl.models.dist_metadata import Sizes, StoredChunk, read_metadata
 from megarl.models.sharded import Place
-
-_PIECE = 2**20  # bytes read at once
 
 
 class StoredWeights:
@@ -56,19 +50,13 @@ class StoredWeights:
                 faults.append(f"{key}: found {found}; the model's is {list(shape)}")
         return faults
 
-    def read(self, place: Place) -> Tensor:
-        """The whole parameter, in the dtype of ``place``. Raises DataError where parts of it are
-        missing.
+    def read(self, place: Place, parameter: Tensor) -> None:
+        """Fill ``parameter``, contiguous and of the dtype of ``place``. Raises DataError where
+        parts of it are missing or damaged.
         """
-        dtype = getattr(torch, place.dtype)
-        only = self._same(place.key, place.chunks[0].offsets, place.chunks[0].sizes)
-        if len(place.chunks) == 1 and only is not None:
-            return read_chunk(self.folder, place.key, only).view(place.parameter).to(dtype)
-        found = torch.empty(place.parameter, dtype=dtype)
         for chunk in place.chunks:
-            rows = found[chunk.begin : chunk.end].view(chunk.sizes)
+            rows = parameter[chunk.begin : chunk.end].view(chunk.sizes)
             self._fill(rows, place.key, chunk.offsets)
-        return found
 
     def _same(self, key: str, offsets: Sizes, sizes: Sizes) -> StoredChunk | None:
         chunk = self._chunks.get((key, offsets))
@@ -82,7 +70,12 @@ class StoredWeights:
             here, there = _ends(offsets, target.shape), _ends(chunk.offsets, chunk.sizes)
             last = [min(a, b) for a, b in zip(here, there, strict=True)]
             part = target[_within(offsets, first, last)]
-            part.copy_(read_chunk(self.folder, key, chunk)[_within(chunk.offsets, first, last)])
+            if part.shape == chunk.sizes:
+                loaded = read_chunk(self.folder, key, chunk, part)
+            else:
+                loaded = read_chunk(self.folder, key, chunk)[_within(chunk.offsets, first, last)]
+            if loaded.data_ptr() != part.data_ptr():
+                part.copy_(loaded)
             count += part.numel()
         if count != target.numel():
             missing = f"{target.numel() - count} of {target.numel()} values at {list(offsets)}"
@@ -104,15 +97,15 @@ def overlap(offsets: Sizes, sizes: Sizes, chunk: StoredChunk) -> bool:
     )
 
 
-def read_chunk(folder: Path, key: str, chunk: StoredChunk) -> Tensor:
-    """One chunk of tensor ``key``, checked against its checksum. Raises DataError where its file is
-    missing or cut short, or it is damaged or of another size.
+def read_chunk(folder: Path, key: str, chunk: StoredChunk, into: Tensor | None = None) -> Tensor:
+    """One chunk of tensor ``key``, checked against its checksum, in ``into`` where ``load_chunk``
+    can. Raises DataError where its file is missing or cut short, or it is damaged or of another
+    size.
     """
     path, where = folder / chunk.where.file, chunk.where
     what = f"{path}: {key} at {list(chunk.offsets)}"
     try:
-        with path.open("rb") as file:
-            tensor = _load_tensor(cast(IO[bytes], _Part(file, where.begin, where.length)))
+        tensor = load_chunk(path, where.begin, where.length, into)
     except OSError as e:
         raise DataError(f"{what} cannot be read ({e.strerror or e})") from e
     except Exception as e:  # whatever readers of zip files, pickles and tensors raise
@@ -120,58 +113,6 @@ def read_chunk(folder: Path, key: str, chunk: StoredChunk) -> Tensor:
     if tensor.numel() != math.prod(chunk.sizes):
         raise DataError(f"{what}: found {list(tensor.shape)}; expected {list(chunk.sizes)}")
     return tensor.view(chunk.sizes)
-
-
-class _Part(io.RawIOBase):
-    """``length`` bytes of a file, from ``begin`` on, as a file of their own."""
-
-    def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
-        super().__init__()
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
-            raise OSError(f"seek to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._begin + self._at)
-        data = self._file.read(len(wanted))
-        wanted[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _load_tensor(stream: IO[bytes]) -> Tensor:
-    """What ``torch.save`` wrote, checked against its checksum. torch's own reader would hold the
-    bytes twice.
-    """
-    like: Tensor = torch.load(stream, map_location="meta", weights_only=True)
-    wanted = like.untyped_storage().nbytes()
-    with zipfile.ZipFile(stream) as archive:
-        (entry,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
-        if not wanted == entry.file_size == entry.compress_size:
-            raise EOFError(f"{entry.file_size} bytes of {wanted}")
-        buffer = bytearray(wanted)
-        with archive.open(entry) as data:
-            begin = 0
-            while piece := data.read(_PIECE):  # the last checks the checksum
-                buffer[begin : begin + len(piece)] = piece
-                begin += len(piece)
-    values = torch.frombuffer(buffer, dtype=like.dtype)
-    return values.as_strided(like.shape, like.stride(), like.storage_offset())
 
 
 def _ends(offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:

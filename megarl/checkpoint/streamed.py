@@ -1,167 +1,181 @@
-"""A model's weights from a Hugging Face folder into Megatron's distributed checkpoint format
-(torch_dist), and back, one parameter after another: no model is built, and memory holds what one
-mapping rule needs for one layer, one expert at a time.
-
-A checkpoint of weights is::
-
-    metadata.json     the format's name and version
-    .metadata         a pickle: every tensor's shape, dtype and chunks, and where each chunk lies
-    __0_0.distcp      the chunks one after another, each as ``torch.save`` writes a tensor; before
-                      them what is not a tensor, of which a model has nothing
-
-Upstream's own writer keeps the last chunk of every tensor until a file is complete (torch 2.13,
-``_write_files_from_queue``): its files are written here, its ``.metadata`` by it.
+"""A model's weights from a Hugging Face folder into a distributed checkpoint (torch_dist), and
+back, one parameter after another: no model is built, and memory holds what one mapping rule needs
+for one layer, one expert at a time.
 """
 
-import io
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.storage import WriteResult
 
 from megarl.checkpoint.digests import Digests, DigestSum
 from megarl.checkpoint.stored import StoredWeights
+from megarl.checkpoint.torch_dist import ChunkFile, Written, finish
+from megarl.checkpoint.workers import Item, Thread, Workers
+from megarl.models.fp8_export import Fp8Export
 from megarl.models.hf_complete import check_complete
 from megarl.models.hf_io import HfCheckpoint
-from megarl.models.hf_write import Entry, write_checkpoint
+from megarl.models.hf_parameters import read_parameter, slabs
+from megarl.models.hf_write import Entry, HfWriter
 from megarl.models.mapping import ModelMapping
-from megarl.models.sharded import Chunk, Place, megatron_mapping, parameter_names, place_of
+from megarl.models.sharded import Place, megatron_mapping, parameter_names, place_of
 from megarl.models.spec import ModelSpec
-from megarl.rundir import write_json
-
-_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_COMMON = "common_state/shard_0_1"  # what is not a tensor
-_FILE = "__0_0.distcp"
 
 
-def _places(mapping: ModelMapping) -> dict[str, Place]:
+def places_of(mapping: ModelMapping) -> dict[str, Place]:
+    """Of every parameter, by name, in the order of the layers."""
     return {name: place_of(mapping, name) for name in parameter_names(mapping)}
+
+
+def items_of(places: dict[str, Place]) -> list[Item]:
+    return [Item(name, place.num_bytes) for name, place in places.items()]
 
 
 # ---- importing -----------------------------------------------------------------------------------
 
 
-def write_weights(folder: Path, source: HfCheckpoint, spec: ModelSpec) -> Digests:
+def write_weights(
+    folder: Path, source: HfCheckpoint, spec: ModelSpec, workers: Workers | None = None
+) -> Digests:
     """Every weight of ``source`` into ``folder``, which is empty; complete when this returns
-    digests of them.
+    digests of them (in the first process; of all). Collective over ``workers``, by default this
+    process alone.
 
     Raises DataError when a tensor is missing, unknown, or of another shape than config.json
     implies, before anything is written.
     """
-    check_complete(source, spec, ())
+    workers = workers or Workers()
+    check_complete(source, spec, allow_missing=source.missing)
     mapping = megatron_mapping(spec)
-    places = _places(mapping)
+    places = places_of(mapping)
     sums = DigestSum(mapping.hf_spec(), mapping.copies())
-    with (folder / _FILE).open("wb") as file:
-        results = [_write(file, MetadataIndex(_COMMON), _bytes([{}]))]
-        for name, place in places.items():
-            results += _write_parameter(file, place, _parameter(mapping, source, name, sums))
-        file.flush()
-        os.fsync(file.fileno())
-    writer = FileSystemWriter(folder)
-    writer.finish(Metadata(_tensors(list(places.values()))), [results])
-    write_json(folder / "metadata.json", _FORMAT)
-    return sums.digests()
+    written = workers.together(
+        "writing weights", lambda: _write_share(folder, source, mapping, places, workers, sums)
+    )
+    chunks = [chunk for share in workers.gather(written) for chunk in share]
+    workers.first("completing the checkpoint", lambda: finish(folder, places.values(), chunks))
+    return gathered(sums, workers)
 
 
-def _write_parameter(file: Any, place: Place, tensor: Tensor) -> list[WriteResult]:
-    tensor = tensor.to(getattr(torch, place.dtype))
-    return [
-        _write(file, MetadataIndex(place.key, chunk.offsets), _part(tensor, chunk))
-        for chunk in place.chunks
-    ]
+def _write_share(
+    folder: Path,
+    source: HfCheckpoint,
+    mapping: ModelMapping,
+    places: dict[str, Place],
+    workers: Workers,
+    sums: DigestSum,
+) -> list[Written]:
+    files = [ChunkFile(folder, workers.rank, number) for number in range(workers.threads)]
 
+    def write(item: Item, thread: Thread) -> None:
+        place = places[item.name]
+        with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
+            read_parameter(source, mapping, item.name, parameter, seen=sums.add)
+            for chunk in place.chunks:
+                rows = parameter[chunk.begin : chunk.end].view(chunk.sizes)
+                files[thread.number].write(place.key, chunk.offsets, rows)
 
-def _parameter(mapping: ModelMapping, source: HfCheckpoint, name: str, sums: DigestSum) -> Tensor:
-    index = mapping.slice_of(name)
-    dtype = getattr(torch, mapping.rule_of(name).dtype or mapping.spec.dtype)
-    tensors = {hf: source.get(hf, index).to(dtype) for hf in mapping.hf_names(name)}
-    for hf, tensor in tensors.items():
-        sums.add(hf, tensor, index)
-    return mapping.to_megatron(name, list(tensors.values()))
-
-
-def _part(tensor: Tensor, chunk: Chunk) -> Tensor:
-    """In memory of its own: ``torch.save`` writes all of a tensor's."""
-    rows = tensor[chunk.begin : chunk.end]
-    return (rows if len(rows) == len(tensor) else rows.clone()).view(chunk.sizes)
-
-
-def _bytes(value: Any) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream
-
-
-def _write(file: Any, index: MetadataIndex, data: Tensor | io.BytesIO) -> WriteResult:
-    begin = file.tell()
-    if isinstance(data, Tensor):
-        torch.save(data, file)
-    else:
-        file.write(data.getbuffer())
-    length = file.tell() - begin
-    return WriteResult(index, length, _StorageInfo(_FILE, begin, length))
-
-
-def _tensors(places: Sequence[Place]) -> dict[str, Any]:
-    """Of ``.metadata``: every tensor, with its chunks."""
-    found: dict[str, Any] = {_COMMON: BytesStorageMetadata()}
-    for place in places:
-        properties = TensorProperties(dtype=getattr(torch, place.dtype))
-        size = torch.Size(place.shape)
-        tensor = found.setdefault(place.key, TensorStorageMetadata(properties, size, []))
-        tensor.chunks += [
-            ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in place.chunks
-        ]
-    return found
+    try:
+        workers.run(workers.share(items_of(places)), write)
+    finally:
+        for file in files:
+            file.close()
+    return [one for file in files for one in file.written]
 
 
 # ---- exporting -----------------------------------------------------------------------------------
+
+WriteItem = Callable[[Item, Thread, HfWriter], None]
 
 
 def export_weights(
     folder: Path,
     out: Path,
     spec: ModelSpec,
-    metadata_from: Path,
-    verify: Callable[[Path], None] | None = None,
+    workers: Workers | None = None,
+    *,
+    files: Mapping[str, str] | None = None,
+    fp8: Fp8Export | None = None,
 ) -> Digests:
     """The weights of the distributed checkpoint ``folder``, of any layout, with optimizer or
-    without, as the Hugging Face folder ``out``:
-    whole or not at all (``hf_write.write_checkpoint``). Returns digests of what was written.
-    ``verify``: is given the folder before it appears.
+    without, into ``out``, which is empty, plain or in FP8 blocks: complete when this returns
+    digests of them, as they are before they go into codes (in the first process; of all).
+    Collective over ``workers``, by default this process alone. ``files``: as ``HfWriter``.
 
     Raises DataError, before anything is written, when a tensor is missing or of another shape than
     the model's.
     """
     mapping = megatron_mapping(spec)
+    places = places_of(mapping)
     stored = StoredWeights(folder)
-    places = _places(mapping)
     stored.check(list(places.values()))
     sums = DigestSum(mapping.hf_spec(), mapping.copies())
-    tensors = _exported(mapping, places, stored, sums)
-    write_checkpoint(out, tensors, mapping.hf_spec(), metadata_from, verify=verify)
-    return sums.digests()
+
+    def write(item: Item, thread: Thread, writer: HfWriter) -> None:
+        place = places[item.name]
+        with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
+            stored.read(place, parameter)
+            add_parameter(sums, mapping, item.name, parameter)
+            for hf, row, values in _tensors(mapping, item.name, parameter, fp8):
+                writer.write(hf, values, row)
+
+    workers = workers or Workers()
+    specs = mapping.hf_spec() if fp8 is None else fp8.specs
+    write_folder(HfWriter(out, specs, files=files), items_of(places), write, workers)
+    return gathered(sums, workers)
 
 
-def _exported(
-    mapping: ModelMapping, places: dict[str, Place], stored: StoredWeights, sums: DigestSum
-) -> Iterator[tuple[str, Tensor | Entry]]:
-    for name, place in places.items():
-        index = mapping.slice_of(name)
-        for hf, tensor in mapping.to_hf(name, [stored.read(place)]):
-            sums.add(hf, tensor, index)
-            yield hf, tensor if index is None else Entry(index, tensor)
+def write_folder(
+    writer: HfWriter, items: Sequence[Item], write: WriteItem, workers: Workers
+) -> None:
+    """Let ``write`` write all items, shared over ``workers``; durable when this returns."""
+    workers.first("creating files", writer.create)
+
+    def write_share() -> None:
+        try:
+            workers.run(workers.share(items), lambda item, thread: write(item, thread, writer))
+        finally:
+            writer.close()
+
+    workers.together("writing weights", write_share)
+    elements = workers.gather(writer.elements())
+    workers.first("completing the folder", lambda: writer.complete(elements))
+
+
+def add_parameter(sums: DigestSum, mapping: ModelMapping, name: str, parameter: Tensor) -> None:
+    """All that a parameter holds, under Hugging Face names."""
+    parts = mapping.parts(name)
+    for part, view in zip(parts, mapping.views(name, parameter, parts), strict=True):
+        for (begin, end), slab in slabs(view, part):
+            values = slab.reshape(end - begin, *part.shape[1:])
+            offset = [begin, *(0 for _ in part.shape[1:])]
+            sums.add(part.name, values, part.index, offset=offset)
+
+
+def gathered(sums: DigestSum, workers: Workers) -> Digests:
+    """Of what all processes have added up, in the first; nothing elsewhere."""
+    for others in workers.gather(sums.sums())[1:]:
+        sums.merge(others)
+    digests: Digests | None = workers.first("adding up digests", sums.digests)
+    return digests or {}
+
+
+def _tensors(
+    mapping: ModelMapping, name: str, parameter: Tensor, fp8: Fp8Export | None
+) -> Iterator[tuple[str, int, Tensor | Entry]]:
+    """(HF tensor, first row, values) of all that a parameter holds. What goes into
+    codes comes whole, the rest in slabs.
+    """
+    parts = mapping.parts(name)
+    copies = [hf for hf, _ in mapping.exported(name)[len(parts) :]]
+    names = [[parts[0].name, *copies], *([part.name] for part in parts[1:])]
+    for part, view, same in zip(parts, mapping.views(name, parameter, parts), names, strict=True):
+        if fp8 is not None and part.name in fp8.codes:
+            for hf, tensor in fp8.parts(part.name, view.reshape(part.shape)):
+                yield hf, 0, tensor
+            continue
+        for (begin, end), slab in slabs(view, part):
+            values = slab.reshape(end - begin, *part.shape[1:])
+            entry = values if part.index is None else Entry(part.index, values)
+            yield from ((hf, begin, entry) for hf in same)

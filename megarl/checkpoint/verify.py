@@ -1,8 +1,7 @@
 """Whether a conversion's output is its input: every tensor read back and turned around, and what
 the model computes.
 
-Either way memory holds what one mapping rule needs. A caller with several processes gives each
-some of the ``names`` and puts together what they return.
+Either way memory holds what one mapping rule needs, and the work is shared as that of conversion.
 """
 
 import importlib.util
@@ -14,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megarl.checkpoint.digests import (
     DIGESTS,
     Digests,
@@ -24,12 +25,17 @@ from megarl.checkpoint.digests import (
 )
 from megarl.checkpoint.manager import MEGATRON, read_json
 from megarl.checkpoint.stored import StoredWeights
+from megarl.checkpoint.streamed import add_parameter, gathered, items_of, places_of
+from megarl.checkpoint.workers import Item, Thread, Workers
 from megarl.errors import DataError
 from megarl.models.config_json import read_object
+from megarl.models.fp8_export import Fp8Export
+from megarl.models.hf_complete import equal_tensors
 from megarl.models.hf_fp8 import KEY
-from megarl.models.hf_io import HfCheckpoint, open_checkpoint
+from megarl.models.hf_io import open_checkpoint
+from megarl.models.hf_parameters import read_parameter
 from megarl.models.mapping import mapping_for
-from megarl.models.sharded import megatron_mapping, parameter_names, place_of
+from megarl.models.sharded import megatron_mapping, parameter_names
 from megarl.models.spec import ModelSpec
 from megarl.ops.digest import digest
 
@@ -44,67 +50,102 @@ _HERE = Path(__file__).parent.parent.parent
 # ---- digests -------------------------------------------------------------------------------------
 
 
-def verify_import(checkpoint: Path, spec: ModelSpec, digests: Digests) -> str:
-    """A line that says that the weights of ``checkpoint``, mapped back, have ``digests``. Raises
-    DataError with every tensor that has another.
+def verify_import(
+    checkpoint: Path, spec: ModelSpec, digests: Digests, workers: Workers | None = None
+) -> str:
+    """A line that says that the weights of ``checkpoint``, mapped back, have ``digests`` (which the
+    first process alone needs). Raises DataError with every tensor that has another. Collective.
     """
-    found = read_back(checkpoint / MEGATRON, spec).digests()
-    lines = differences(digests, found, expects="the source", finds="what was written")
-    if lines:
-        title = f"{checkpoint}: {len(lines)} of {len(digests)} tensors are not what was imported:"
-        raise DataError(listing(title, lines))
+    workers = workers or Workers()
+    found = read_back(checkpoint / MEGATRON, spec, workers)
+
+    def compare() -> None:
+        lines = differences(digests, found, expects="the source", finds="what was written")
+        if lines:
+            count = f"{len(lines)} of {len(digests)} tensors"
+            title = f"{checkpoint}: {count} are not what was imported:"
+            raise DataError(listing(title, lines))
+
+    workers.first("verifying", compare)
     return f"verified: {len(found)} tensors, read back, are those of the source"
 
 
-def read_back(weights: Path, spec: ModelSpec, names: Sequence[str] | None = None) -> DigestSum:
-    """Of the distributed checkpoint ``weights`` under Hugging Face names; of all parameters, or of
-    ``names``.
+def read_back(weights: Path, spec: ModelSpec, workers: Workers | None = None) -> Digests:
+    """Of the distributed checkpoint ``weights`` under Hugging Face names, in the first process.
+    Collective.
     """
+    workers = workers or Workers()
     mapping = megatron_mapping(spec)
-    stored = StoredWeights(weights)
+    places, stored = places_of(mapping), StoredWeights(weights)
     sums = DigestSum(mapping.hf_spec(), mapping.copies())
-    for name in parameter_names(mapping) if names is None else names:
-        index = mapping.slice_of(name)
-        for hf, tensor in mapping.to_hf(name, [stored.read(place_of(mapping, name))]):
-            sums.add(hf, tensor, index)
-    return sums
+
+    def add(item: Item, thread: Thread) -> None:
+        place = places[item.name]
+        with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
+            stored.read(place, parameter)
+            add_parameter(sums, mapping, item.name, parameter)
+
+    share = workers.share(items_of(places))
+    workers.together("reading back", lambda: workers.run(share, add))
+    return gathered(sums, workers)
 
 
-def verify_export(weights: Path, folder: Path, spec: ModelSpec) -> str:
+def verify_export(
+    weights: Path,
+    folder: Path,
+    spec: ModelSpec,
+    workers: Workers | None = None,
+    *,
+    fp8: Fp8Export | None = None,
+) -> str:
     """A line that says that Hugging Face folder ``folder``, mapped back, has the parameters of the
-    distributed checkpoint ``weights``. Raises DataError with every parameter that it has not.
+    distributed checkpoint ``weights``; ``fp8``: what their codes stand for. Raises DataError with
+    every parameter that it has not. Collective.
     """
-    lines = export_faults(weights, folder, spec)
+    workers = workers or Workers()
+    found = workers.together(
+        "reading back", lambda: _export_faults(weights, folder, spec, workers, fp8)
+    )
+    lines = [line for lines in workers.gather(found) for line in lines]
     names = parameter_names(megatron_mapping(spec))
-    if lines:
-        title = f"{folder}: {len(lines)} of {len(names)} parameters are not the checkpoint's:"
-        raise DataError(listing(title, lines))
+
+    def refuse() -> None:
+        if lines:
+            title = f"{folder}: {len(lines)} of {len(names)} parameters are not the checkpoint's:"
+            raise DataError(listing(title, lines))
+
+    workers.first("verifying", refuse)
     return f"verified: {len(names)} parameters, read back, are those of the checkpoint"
 
 
-def export_faults(
-    weights: Path, folder: Path, spec: ModelSpec, names: Sequence[str] | None = None
+def _export_faults(
+    weights: Path, folder: Path, spec: ModelSpec, workers: Workers, fp8: Fp8Export | None
 ) -> list[str]:
-    """Every difference, of all parameters or of ``names``. Rows that pad the vocabulary do not
-    count.
-    """
+    """Every difference of this process's share. Rows that pad the vocabulary do not count."""
     mapping, unpadded = megatron_mapping(spec), mapping_for(spec)
-    stored, back = StoredWeights(weights), open_checkpoint(folder)
-    lines = []
-    for name in parameter_names(mapping) if names is None else names:
-        index = mapping.slice_of(name)
-        tensors = [back.get(hf, index) for hf in unpadded.hf_names(name)]
-        rows = unpadded.full_shape(name)[0]
-        expected = digest(stored.read(place_of(mapping, name))[:rows])
-        found = digest(unpadded.to_megatron(name, tensors))
+    places, stored, back = places_of(mapping), StoredWeights(weights), open_checkpoint(folder)
+    lines: dict[str, str] = {}
+
+    def compare(item: Item, thread: Thread) -> None:
+        place, name = places[item.name], item.name
+        rows = unpadded.shape(name)[0]
+        with thread.memory(place.parameter, getattr(torch, place.dtype)) as parameter:
+            stored.read(place, parameter)
+            if fp8 is not None:
+                fp8.round(mapping, name, parameter)
+            expected = digest(parameter[:rows])
+            parameter.zero_()
+            read_parameter(back, unpadded, name, parameter[:rows])
+            found = digest(parameter[:rows])
         if found != expected:
-            lines.append(
-                f"{name}: digest {expected} in the checkpoint, {found} in what was written"
-            )
-    for copy, of in unpadded.copies().items() if names is None else ():
-        if _digest(back, copy) != _digest(back, of):
-            lines.append(f"{copy}: not what {of} is")
-    return lines
+            both = f"digest {expected} in the checkpoint, {found} in what was written"
+            lines[name] = f"{name}: {both}"
+
+    workers.run(workers.share(items_of(places)), compare)
+    for copy, of in unpadded.copies().items() if workers.rank == 0 else ():
+        if not equal_tensors(back, copy, of):
+            lines[copy] = f"{copy}: not what {of} is"
+    return [lines[name] for name in [*places, *unpadded.copies()] if name in lines]
 
 
 def compare_with_import(checkpoint: Path, exported: Digests) -> str:
@@ -128,10 +169,6 @@ def stored_digests(checkpoint: Path) -> Digests:
         return parse_digests(read_json(checkpoint / DIGESTS))
     except DataError as e:
         raise DataError(f"{checkpoint}: {e}") from e
-
-
-def _digest(folder: HfCheckpoint, name: str) -> str:
-    return digest(folder.get(name))
 
 
 # ---- log-probs -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from megarl.models.hf_io import HfCheckpoint, inspect_folder
 from megarl.models.mapping import ModelMapping, mapping_for
 from megarl.models.spec import ModelSpec
 
-_COMPARED_AT_ONCE = 2**26  # elements
+_COMPARED_AT_ONCE = 2**22  # elements
 
 
 def open_model(
@@ -23,7 +23,8 @@ def open_model(
 ) -> HfCheckpoint:
     """The folder, if it is whole and the model of ``spec``; by headers alone.
 
-    ``allow_missing``: tensors that the model has and the folder lacks, by name. ``extra``: tensors
+    ``allow_missing``: tensors that the model has and the folder lacks, by name: they are zeros in
+    what is made of it. ``extra``: tensors
     that are not looked at, whether there or not. Raises one DataError with every fault of the
     files, of FP8 in them and of what they hold.
     """
@@ -31,6 +32,7 @@ def open_model(
     faults += _tensor_faults(checkpoint, spec, mapping_for(spec), allow_missing, extra)
     if faults:
         raise fault_list(checkpoint.folder, faults)
+    checkpoint.missing = frozenset(allow_missing)
     return checkpoint
 
 
@@ -55,10 +57,20 @@ def check_complete(
         faults = [
             f"{because}, but {name} differs from {source}"
             for name, (source, because) in sorted(_repeats(mapping, spec).items())
-            if {name, source} <= found and not _equal(checkpoint, name, source)
+            if {name, source} <= found and not equal_tensors(checkpoint, name, source)
         ]
     if faults:
         raise fault_list(checkpoint.folder, faults)
+
+
+def equal_tensors(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
+    """Bit for bit but for NaN, which equals nothing; a part at a time."""
+    rows, columns = checkpoint.shape(name)
+    step = max(1, _COMPARED_AT_ONCE // columns)
+    return all(
+        torch.equal(checkpoint.get(name, rows=part), checkpoint.get(other, rows=part))
+        for part in ((row, min(row + step, rows)) for row in range(0, rows, step))
+    )
 
 
 def _tensor_faults(
@@ -103,15 +115,6 @@ def _repeats(mapping: ModelMapping, spec: ModelSpec) -> dict[str, tuple[str, str
         tied = "tie_word_embeddings is true"
         repeats["lm_head.weight"] = ("model.embed_tokens.weight", tied)
     return repeats
-
-
-def _equal(checkpoint: HfCheckpoint, name: str, other: str) -> bool:
-    rows, columns = checkpoint.shape(name)
-    step = max(1, _COMPARED_AT_ONCE // columns)
-    return all(
-        torch.equal(checkpoint.get(name, rows=part), checkpoint.get(other, rows=part))
-        for part in ((row, min(row + step, rows)) for row in range(0, rows, step))
-    )
 
 
 def _without_mtp(there: set[str], expected: Mapping[str, Any], spec: ModelSpec) -> list[str]:

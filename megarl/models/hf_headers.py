@@ -68,8 +68,12 @@ def read_headers(folder: Path) -> Headers:
             raise fault_list(folder, found.faults)
         found.places = places
         return found
+    listed_in: dict[str, set[str]] = {file: set() for file in files}
+    for name, file in index.items():
+        if isinstance(file, str) and file in listed_in:
+            listed_in[file].add(name)
     for file in files:
-        listed = {name for name, its in index.items() if its == file}
+        listed = listed_in[file]
         if not (folder / file).is_file():
             names = ", ".join(sorted(listed))
             found.faults.append(f"{folder / file} is missing; {INDEX} puts there: {names}")
@@ -89,6 +93,18 @@ def read_headers(folder: Path) -> Headers:
         found.places |= {name: place for name, place in places.items() if name in listed}
     found.places = {name: found.places[name] for name in index if name in found.places}
     return found
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """{tensor: file}, in the order of the files; empty where the folder has no weights, or damaged
+    ones: what only wants to know their names does not fail of that.
+    """
+    try:
+        headers = read_headers(folder)
+    except DataError:
+        return {}
+    places = {} if headers.faults else headers.places
+    return {name: place.file.name for name, place in places.items()}
 
 
 def fault_list(folder: Path, faults: list[str]) -> DataError:

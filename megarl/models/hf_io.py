@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.errors import DataError
 from megarl.models.config_json import read_object
 from megarl.models.hf_fp8 import SCALE, Fp8Blocks, quantization_problems, scale_faults
+from megarl.models.hf_fused import split_fused
 from megarl.models.hf_headers import Place, fault_list, read_headers
 from megarl.ops.fp8_block import fp8_block_dequant
 
@@ -42,6 +43,7 @@ class HfCheckpoint:
         """``unread``: tensors of which ``inspect_folder``'s faults speak already."""
         self.folder = folder
         self.unread = frozenset(unread)
+        self.missing: frozenset[str] = frozenset()  # tensors that may be: they are zeros
         self._places = places
         self._blocks = blocks
         self._dtype = dtype
@@ -64,17 +66,31 @@ class HfCheckpoint:
         *,
         rows: Span | None = None,
         columns: Span | None = None,
+        into: Tensor | None = None,
     ) -> Tensor:
         """The tensor, or ``tensor[index]``, in memory of its own; of that, ``rows`` of its first
         dimension and ``columns`` of its second. Nothing else is read, but for FP8 what shares a
         block with it.
 
+        ``into``: memory of as many elements, which is filled in their order, rounded where its
+        dtype is another. Where it can be read into, what is returned lies in it.
+
         Raises DataError when the file has become shorter, or where codes or scales of FP8 are not
         finite.
         """
         place = self._place(name)
+        if into is not None and into.dtype == place.dtype and into.is_contiguous():
+            return _read(place, name, index, (rows, columns), into)
+        values = self._get(place, name, index, rows, columns)
+        if into is not None:
+            into.copy_(values.view(into.shape))
+        return values
+
+    def _get(
+        self, place: Place, name: str, index: int | None, rows: Span | None, columns: Span | None
+    ) -> Tensor:
         if not _in_codes(place):
-            return _read(place, name, index, rows, columns)
+            return _read(place, name, index, (rows, columns))
         if index is None and len(place.shape) == 3:
             first, last = rows or (0, place.shape[0])
             low, high = columns or (0, place.shape[1])
@@ -89,23 +105,23 @@ class HfCheckpoint:
     ) -> Tensor:
         assert self._blocks is not None
         spans = (rows or (0, place.shape[-2]), columns or (0, place.shape[-1]))
-        grid = [
+        grid_rows, grid_columns = (
             (begin // size, -(-end // size))
             for (begin, end), size in zip(spans, self._blocks.block, strict=True)
-        ]
-        whole = [
-            (low * size, end)
-            for (low, _), size, (_, end) in zip(grid, self._blocks.block, spans, strict=True)
-        ]
-        codes = _read(place, name, index, *whole)
-        scales = _read(self._places[name + SCALE], name + SCALE, index, *grid)
+        )
+        (row, row_end), (column, column_end) = spans
+        whole = (
+            (grid_rows[0] * self._blocks.block[0], row_end),
+            (grid_columns[0] * self._blocks.block[1], column_end),
+        )
+        codes = _read(place, name, index, whole)
+        scales = _read(self._places[name + SCALE], name + SCALE, index, (grid_rows, grid_columns))
         values = fp8_block_dequant(codes, scales, block=self._blocks.block, dtype=self._dtype)
         wrong = scales.numel() and not (scales >= 0).all()
         if wrong or (values.numel() and not all(x.isfinite() for x in torch.aminmax(values))):
             at = name if index is None else f"{name}[{index}]"
             fault = "a scale is negative or NaN" if wrong else "codes times scales are not finite"
             raise DataError(f"{place.file}: FP8 tensor {at} is damaged: {fault}")
-        (row, _), (column, _) = spans
         return values[row - whole[0][0] :, column - whole[1][0] :].contiguous()
 
     def _place(self, name: str) -> Place:
@@ -133,9 +149,8 @@ def inspect_folder(hf_dir: Path) -> tuple[HfCheckpoint, list[str]]:
         faults += scale_faults(headers.places, headers.unread, blocks)
     declared = config.get("dtype") or config.get("torch_dtype")
     dtype = torch.bfloat16 if declared == "bfloat16" else torch.float32  # as ``spec.dtype``
-    checkpoint = HfCheckpoint(
-        folder, headers.places, blocks=blocks, dtype=dtype, unread=headers.unread
-    )
+    places = split_fused(headers.places, config)
+    checkpoint = HfCheckpoint(folder, places, blocks=blocks, dtype=dtype, unread=headers.unread)
     return checkpoint, faults
 
 
@@ -158,9 +173,14 @@ def _in_codes(place: Place) -> bool:
 
 
 def _read(
-    place: Place, name: str, index: int | None, rows: Span | None, columns: Span | None
+    place: Place,
+    name: str,
+    index: int | None,
+    spans: tuple[Span | None, Span | None],
+    into: Tensor | None = None,
 ) -> Tensor:
-    """As ``HfCheckpoint.get``, of what the file has."""
+    """As ``HfCheckpoint.get``, of what the file has; ``into`` is contiguous and of its dtype."""
+    rows, columns = spans
     shape, begin, size = place.shape, place.begin, place.dtype.itemsize
     if index is not None:
         assert 0 <= index < shape[0], (name, index, shape)
@@ -169,12 +189,12 @@ def _read(
     pieces = [(begin, math.prod(shape) * size)]
     if rows is not None or columns is not None:
         pieces, shape = _pieces(begin, shape, size, rows, columns)
-    out = torch.empty(shape, dtype=place.dtype)
-    into = out.flatten().view(torch.uint8).numpy().data
+    out = torch.empty(shape, dtype=place.dtype) if into is None else into.view(shape)
+    left = out.flatten().view(torch.uint8).numpy().data
     with place.file.open("rb", buffering=0) as file:
         for offset, length in pieces:
-            _fill(file.fileno(), into[:length], offset, place.file, name)
-            into = into[length:]
+            _fill(file.fileno(), left[:length], offset, place.file, name)
+            left = left[length:]
     return out
 
 

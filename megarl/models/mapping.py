@@ -79,6 +79,19 @@ class _Match:
         return [(n.format(**self.numbers), tuple(dims[d] for d in ds)) for n, ds in self.rule.hf]
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a parameter, or one tensor-parallel rank's shard of it, takes of one HF tensor: the
+    ``span`` of dimension ``axis`` of the tensor, or of its entry ``index``.
+    """
+
+    name: str
+    index: int | None
+    axis: int
+    span: tuple[int, int]
+    shape: tuple[int, ...]  # of what it takes
+
+
 class FamilyRules(Protocol):
     def __call__(self, spec: ModelSpec) -> tuple[Rule, ...]: ...
 
@@ -92,6 +105,7 @@ class ModelMapping:
         self.rules = tuple(rules)
         self.padded_vocab = padded_vocab
         self._dims = dims_of(spec)
+        self._matches: dict[str, _Match] = {}
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them; or of
@@ -142,18 +156,46 @@ class ModelMapping:
         """Raises DataError for a parameter no rule knows."""
         return self._match(name).rule
 
-    def full_shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter in Megatron, rows of padding included."""
-        match = self._match(name)
-        tensors = [torch.empty(shape, device="meta") for _, shape in match.hf(self._dims)]
-        return tuple(self._operator(match).to_megatron(tensors, self.spec).shape)
+    def shape(self, name: str, tp_size: int = 1) -> tuple[int, ...]:
+        """Of parameter ``name`` in Megatron, rows of padding included; one rank's shard of it.
+
+        Raises DataError where ``tp_size`` does not divide the parameter.
+        """
+        parts = self.parts(name, 0, tp_size)
+        return self._operator(self._match(name)).shape([p.shape for p in parts], tp_size)
+
+    def parts(self, name: str, tp_rank: int = 0, tp_size: int = 1) -> list[Part]:
+        """What the shard of ``tp_rank`` takes of the tensors of ``hf_names(name)``.
+
+        Raises DataError where ``tp_size`` does not divide the parameter.
+        """
+        match, index = self._match(name), self.slice_of(name)
+        operator = self._operator(match)
+        found = []
+        for hf, (_, shape) in zip(self.hf_names(name), match.hf(self._dims), strict=True):
+            axis = range(len(shape))[operator.axis or 0]
+            span = (0, shape[axis])
+            if operator.axis is not None:
+                try:
+                    span = operator.span(shape[axis], tp_rank, tp_size)
+                except DataError as e:
+                    raise DataError(f"{name}: {e}") from e
+            part = (*shape[:axis], span[1] - span[0], *shape[axis + 1 :])
+            found.append(Part(hf, index, axis, span, part))
+        return found
+
+    def views(self, name: str, shard: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+        """Where ``shard`` of parameter ``name`` has what it takes of each of ``parts``: memory of
+        its own. In the part's order of elements; reshaped, the part.
+        """
+        return self._operator(self._match(name)).views(shard, [part.shape for part in parts])
 
     def is_expert(self, name: str) -> bool:
         return self._match(name).rule.where == "expert"
 
     def is_sharded(self, name: str) -> bool:
         """False where every tensor-parallel rank holds the whole parameter (norms, the router)."""
-        return self._operator(self._match(name)).sharded
+        return self._operator(self._match(name)).axis is not None
 
     def to_megatron(
         self, name: str, hf_tensors: Sequence[Tensor], tp_rank: int = 0, tp_size: int = 1
@@ -170,12 +212,14 @@ class ModelMapping:
             if tuple(tensor.shape) != shape:
                 found, implied = list(tensor.shape), list(shape)
                 raise DataError(f"{hf}: found shape {found}; config.json implies {implied}")
-        operator = self._operator(match)
-        full = operator.to_megatron(hf_tensors, self.spec)
-        try:
-            return operator.split(full, tp_rank, tp_size, self.spec).contiguous()
-        except DataError as e:
-            raise DataError(f"{name}: {e}") from e
+        parts = self.parts(name, tp_rank, tp_size)
+        shard = hf_tensors[0].new_zeros(self.shape(name, tp_size))
+        for part, view, tensor in zip(
+            parts, self.views(name, shard, parts), hf_tensors, strict=True
+        ):
+            begin, end = part.span
+            view.copy_(tensor.narrow(part.axis, begin, end - begin).reshape(view.shape))
+        return shard
 
     def to_hf(self, name: str, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
         """(HF name, whole tensor) pairs of one parameter, from its shards in tensor-parallel order.
@@ -187,12 +231,23 @@ class ModelMapping:
         exported = self._exported(match)
         if not exported:
             return []
-        operator = self._operator(match)
-        tensors = operator.to_hf(operator.merge(shards, self.spec), self.spec)
+        used = shards if self._operator(match).axis is not None else shards[:1]
+        pieces = [self._pieces(name, shard, r, len(used)) for r, shard in enumerate(used)]
+        axes = [part.axis for part in self.parts(name)]
+        tensors = [
+            torch.cat(same, axis) if len(same) > 1 else same[0].contiguous()
+            for axis, *same in zip(axes, *pieces, strict=True)
+        ]
         tensors += tensors[:1] * (len(exported) - len(tensors))  # copies
         for (hf, shape), tensor in zip(exported, tensors, strict=True):
             assert tuple(tensor.shape) == shape, (name, hf, tuple(tensor.shape), shape, len(shards))
-        return [(hf, t.contiguous()) for (hf, _), t in zip(exported, tensors, strict=True)]
+        return [(hf, tensor) for (hf, _), tensor in zip(exported, tensors, strict=True)]
+
+    def _pieces(self, name: str, shard: Tensor, rank: int, size: int) -> list[Tensor]:
+        """What a shard has of each HF tensor."""
+        parts = self.parts(name, rank, size)
+        views = self.views(name, shard, parts)
+        return [view.reshape(part.shape) for part, view in zip(parts, views, strict=True)]
 
     def hf_spec(self, dtype: str | None = None) -> list[TensorSpec]:
         """Every tensor of the model's HF checkpoint, in the order of the layers.
@@ -246,6 +301,11 @@ class ModelMapping:
         return range(self.spec.layers, self.spec.layers + self.spec.mtp_layers)
 
     def _match(self, name: str) -> _Match:
+        if name not in self._matches:
+            self._matches[name] = self._find(name)
+        return self._matches[name]
+
+    def _find(self, name: str) -> _Match:
         plain = _OF_MTP.sub(lambda m: _DECODER.format(self.spec.layers + int(m[1])), name)
         for pattern, rule in self._patterns:
             found = pattern.fullmatch(plain)
@@ -257,7 +317,7 @@ class ModelMapping:
         raise DataError(f"no rule of family {self.spec.family} maps the Megatron parameter {name}")
 
     def _operator(self, match: _Match) -> Operator:
-        return OPERATORS[match.rule.operator](self.padded_vocab)
+        return OPERATORS[match.rule.operator](self.spec, self.padded_vocab)
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Rule]]:

@@ -1,209 +1,143 @@
 """How one Megatron parameter and its Hugging Face tensors turn into each other.
 
-An operator is two inverse pairs that only move elements::
-
-    HF tensors --to_megatron--> full parameter --split--> the shard of one tensor-parallel rank
-    HF tensors <----to_hf------ full parameter <--merge-- all shards in rank order
+They hold the same elements in another order. An operator says where a parameter has them: its
+``views`` are the parameter's own memory, seen as its HF tensors. Filling the views makes the
+parameter of the tensors, reading them makes the tensors of the parameter. A shard of one
+tensor-parallel rank has views like the whole, of its spans of the HF tensors.
 
 Letters: V vocabulary, H hidden, G KV groups, R query heads a group, D head dim, I an MLP's width.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from megarl.errors import DataError
 from megarl.models.spec import ModelSpec
 
-Axis = Literal[0, 1] | None
-COLUMN: Axis = 0  # output features are split
-ROW: Axis = 1  # input features are split
-REPLICATED: Axis = None
-
-
-class Operator(Protocol):
-    """How one Megatron parameter and its HF tensors turn into each other."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether tensor parallelism splits the parameter; if not, every rank holds all of it."""
-        ...
-
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor: ...
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]: ...
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor: ...
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor: ...
+Shape = tuple[int, ...]
+Span = tuple[int, int]  # [begin, end) of a dimension
+ROWS, COLUMNS, LAST = 0, 1, -1
 
 
 @dataclass(frozen=True)
-class Copy:
-    """The same tensor on both sides, split along ``axis``."""
+class Operator:
+    """One HF tensor, which is the parameter. ``axis``: of HF tensors, along which tensor
+    parallelism splits them; None where every rank holds all of them.
+    """
 
-    axis: Axis
+    axis: int | None
 
-    @property
-    def sharded(self) -> bool:
-        return self.axis is not None
+    def span(self, size: int, rank: int, ranks: int) -> Span:
+        """What rank ``rank`` of ``ranks`` has of the ``size`` entries of ``axis``. Raises DataError
+        where they cannot be split so.
+        """
+        return _even(size, rank, ranks, "entries")
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return tensors[0]
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        """Of the parameter, or of one rank's shard, that HF tensors or spans of them make whose
+        shapes are ``hf``.
+        """
+        return hf[0]
 
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [tensor]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return tensor if self.axis is None else _part(tensor, rank, size, self.axis)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return shards[0] if self.axis is None else _joined(shards, self.axis)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        """Of the parameter or a shard: the elements of its HF tensors in their order, reshaped to
+        ``hf`` the tensors themselves.
+        """
+        return [parameter]
 
 
 @dataclass(frozen=True)
-class Qkv:
+class Qkv(Operator):
     """q [G*R*D, H], k and v [G*D, H] <-> one matrix whose rows go group by group; biases likewise.
 
     ``linear_qkv = [q_0 .. q_R-1, k, v]`` of group 0, of group 1, ...; a rank owns whole groups.
     """
 
-    sharded = True
+    head_dim: int
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        grouped = [t.reshape(spec.kv_heads, -1, *t.shape[1:]) for t in tensors]
-        return torch.cat(grouped, 1).flatten(0, 1)
+    def span(self, size: int, rank: int, ranks: int) -> Span:
+        begin, end = _even(size // self.head_dim, rank, ranks, "heads")
+        return begin * self.head_dim, end * self.head_dim
 
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        q = spec.heads // spec.kv_heads * spec.head_dim
-        grouped = tensor.reshape(spec.kv_heads, q + 2 * spec.head_dim, *tensor.shape[1:])
-        parts = grouped.split([q, spec.head_dim, spec.head_dim], 1)
-        return [part.flatten(0, 1) for part in parts]
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        return (sum(rows for rows, *_ in hf), *hf[0][1:])
 
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        _check_divides(size, spec.kv_heads, "KV groups")
-        return _part(tensor, rank, size, 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return _joined(shards, 0)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        groups = hf[1][0] // self.head_dim
+        rows = [count // groups for count, *_ in hf]
+        return list(parameter.view(groups, sum(rows), *hf[0][1:]).split(rows, 1))
 
 
-@dataclass(frozen=True)
-class GateUp:
+class GateUp(Operator):
     """gate [I, H], up [I, H] <-> fc1 [2I, H] = [gate; up]; a rank's shard is [its gate; its up]."""
 
-    sharded = True
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        return (2 * hf[0][0], *hf[0][1:])
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return torch.cat(list(tensors), 0)
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return list(tensor.chunk(2, 0))
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return torch.cat([_part(half, rank, size, 0) for half in tensor.chunk(2, 0)], 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        if len(shards) == 1:
-            return shards[0]
-        halves = [shard.chunk(2, 0) for shard in shards]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        return list(parameter.chunk(2, 0))
 
 
-@dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Operator):
     """[H, 2I], columns gate_0, up_0, gate_1, ... <-> fc1 [2I, H] = [gate; up]; a bias [2I] too.
     Split as ``GateUp``.
     """
 
-    sharded = True
+    def span(self, size: int, rank: int, ranks: int) -> Span:
+        begin, end = _even(size // 2, rank, ranks, "pairs of gate and up")
+        return 2 * begin, 2 * end
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        rows = _swapped(tensors[0])
-        return torch.cat([rows[0::2], rows[1::2]], 0)
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        return hf[0][::-1]
 
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [_swapped(torch.stack(tensor.chunk(2, 0), 1).flatten(0, 1))]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return GateUp().split(tensor, rank, size, spec)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return GateUp().merge(shards, spec)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        halves = parameter.view(2, -1, *parameter.shape[1:])
+        return [halves.transpose(0, -1)]
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """[in, out] <-> [out, in], split along ``axis`` of the latter."""
+class Transposed(Operator):
+    """[in, out] <-> [out, in]."""
 
-    axis: Axis
-    sharded = True
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        return hf[0][::-1]
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return _swapped(tensors[0])
-
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [_swapped(tensor)]
-
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return Copy(self.axis).split(tensor, rank, size, spec)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return Copy(self.axis).merge(shards, spec)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        return [parameter.transpose(0, -1)]
 
 
 @dataclass(frozen=True)
-class Vocab:
-    """[V, H] <-> [padded V, H], split by rows; the padding is zero and never leaves Megatron."""
+class Vocab(Operator):
+    """[V, H] <-> [padded V, H], split by rows; the padding never leaves Megatron."""
 
     padded: int
-    sharded = True
 
-    def to_megatron(self, tensors: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        (tensor,) = tensors
-        padding = tensor.new_zeros(self.padded - spec.vocab, *tensor.shape[1:])
-        return torch.cat([tensor, padding], 0) if len(padding) else tensor
+    def span(self, size: int, rank: int, ranks: int) -> Span:
+        begin, end = _even(self.padded, rank, ranks, "entries")
+        return min(begin, size), min(end, size)
 
-    def to_hf(self, tensor: Tensor, spec: ModelSpec) -> list[Tensor]:
-        return [tensor[: spec.vocab]]
+    def shape(self, hf: Sequence[Shape], ranks: int) -> Shape:
+        return (self.padded // ranks, *hf[0][1:])
 
-    def split(self, tensor: Tensor, rank: int, size: int, spec: ModelSpec) -> Tensor:
-        return _part(tensor, rank, size, 0)
-
-    def merge(self, shards: Sequence[Tensor], spec: ModelSpec) -> Tensor:
-        return _joined(shards, 0)
+    def views(self, parameter: Tensor, hf: Sequence[Shape]) -> list[Tensor]:
+        return [parameter[: hf[0][0]]]
 
 
-OPERATORS: dict[str, Callable[[int], Operator]] = {  # name in a table -> made for a padded vocab
-    "replicated": lambda padded: Copy(REPLICATED),
-    "column": lambda padded: Copy(COLUMN),
-    "row": lambda padded: Copy(ROW),
-    "qkv": lambda padded: Qkv(),
-    "gate_up": lambda padded: GateUp(),
-    "interleaved": lambda padded: Interleaved(),
-    "transposed_row": lambda padded: Transposed(ROW),
-    "vocab": lambda padded: Vocab(padded),
+# Name in a table -> made for a model whose embedding has so many rows in Megatron
+OPERATORS: dict[str, Callable[[ModelSpec, int], Operator]] = {
+    "replicated": lambda spec, padded: Operator(None),
+    "column": lambda spec, padded: Operator(ROWS),
+    "row": lambda spec, padded: Operator(COLUMNS),
+    "qkv": lambda spec, padded: Qkv(ROWS, spec.head_dim),
+    "gate_up": lambda spec, padded: GateUp(ROWS),
+    "interleaved": lambda spec, padded: Interleaved(LAST),
+    "transposed_row": lambda spec, padded: Transposed(ROWS),
+    "vocab": lambda spec, padded: Vocab(ROWS, padded),
 }
 
 
-def _swapped(tensor: Tensor) -> Tensor:
-    """A matrix transposed; a bias as it is."""
-    return tensor.transpose(0, -1)
-
-
-def _joined(shards: Sequence[Tensor], axis: int) -> Tensor:
-    """One shard is the whole: a copy of it would double what an export needs."""
-    return torch.cat(list(shards), axis) if len(shards) > 1 else shards[0]
-
-
-def _part(tensor: Tensor, rank: int, size: int, axis: int) -> Tensor:
-    _check_divides(size, tensor.shape[axis], f"entries of dimension {axis}")
-    return tensor.chunk(size, axis)[rank]
-
-
-def _check_divides(size: int, total: int, what: str) -> None:
-    if total % size:
-        raise DataError(f"{total} {what} cannot be split over tensor-parallel size {size}")
+def _even(size: int, rank: int, ranks: int, what: str) -> Span:
+    if size % ranks:
+        raise DataError(f"{size} {what} cannot be split over tensor-parallel size {ranks}")
+    return rank * (size // ranks), (rank + 1) * (size // ranks)

@@ -6,8 +6,11 @@ parameter that holds gate and up is two chunks, since a tensor-parallel rank has
 (megatron-core 0.19.2: ``sharded_state_dict`` with ``non_homogeneous_layers``).
 """
 
+import math
 import re
 from dataclasses import dataclass
+
+import torch
 
 from megarl.models.mapping import VOCAB_MULTIPLE, ModelMapping, mapping_for, padded_vocab_size
 from megarl.models.spec import ModelSpec
@@ -48,6 +51,11 @@ class Place:
     dtype: str
     chunks: tuple[Chunk, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the parameter."""
+        return math.prod(self.parameter) * int(getattr(torch, self.dtype).itemsize)
+
 
 def megatron_mapping(spec: ModelSpec) -> ModelMapping:
     """The mapping of a model whose embedding has the rows that it has in training."""
@@ -67,7 +75,7 @@ def parameter_names(mapping: ModelMapping) -> list[str]:
 
 def place_of(mapping: ModelMapping, name: str) -> Place:
     """Of parameter ``name``, in any spelling. Raises DataError for one that no rule knows."""
-    rule, shape = mapping.rule_of(name), mapping.full_shape(name)
+    rule, shape = mapping.rule_of(name), mapping.shape(name)
     key, expert = _key(mapping.spec, name)
     first = () if expert is None else (expert,)
     count = _HALVES.get(rule.operator, 1)

@@ -3,14 +3,16 @@
 Weights arrive, are kept and are digested as they are sent. What is multiplied with are copies of
 them, rounded to e4m3 in blocks of 128 x 128 as often as they change, and rows of activations,
 rounded in 1 x 128 at every step; sums are fp32 and rounded once, to the server's precision
-(``ops/fp8_emulation.py``; eps = 0).
+(``models/fp8_export.py``, ``ops/fp8_emulation.py``).
 
 1. Rounded are the linears of the layers, experts included; norms, embeddings, routers and gates of
    shared experts, the output layer, biases, keys and values are not.
 2. Gate and up are two matrices, as in files; queries, keys and values three. A trainer that holds
    them as one has other blocks where they are no whole blocks of 128.
 3. An expert's inner activations are rounded before the router's weight scales them.
-4. Everything acts on rows alone: a row's bits do not depend on its neighbours.
+4. Weights have the codes and scales that an export has. A matrix that an export leaves alone, since
+   its blocks would not be whole, is rounded here, too.
+5. Everything acts on rows alone: a row's bits do not depend on its neighbours.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.models.fp8_export import SCALES, fp8_weight
+from megarl.ops.fp8_block import fp8_block_dequant
 from megarl.ops.fp8_emulation import blockwise, finite_rows, with_bad
 
-SCALES = {"f32": False, "power_of_two": True}  # whether a scale is rounded up to a power of two
 _NOT_ROUNDED = ("gate", "router", "shared_expert_gate", "eh_proj")
 Rounded = Callable[[Tensor], Tensor]
 
@@ -32,11 +35,8 @@ class Fp8Weights:
     """The rounded copies for a transformers module, whose linears compute with them from now on."""
 
     def __init__(self, module: torch.nn.Module, experts: list[Any], scales: str) -> None:
-        power_of_two = SCALES[scales]
-        self._rows = partial(_rows, power_of_two=power_of_two)
-        self._blocks = partial(
-            blockwise, block=(128, 128), format="e4m3", power_of_two=power_of_two
-        )
+        self._rows = partial(_rows, power_of_two=SCALES[scales])
+        self._blocks = partial(_blocks, scales=scales)
         self._linears = list(_linears(module))
         self._experts = [Fp8Experts(e, self._rows, self._blocks) for e in experts]
         self.refresh()
@@ -80,6 +80,12 @@ def _linears(module: torch.nn.Module) -> Iterator[Any]:
         of_layer = isinstance(part, torch.nn.Linear) and ".layers." in name
         if of_layer and name.split(".")[-1] not in _NOT_ROUNDED:
             yield part
+
+
+def _blocks(weight: Tensor, scales: str) -> Tensor:
+    """weight [N, K] -> f32: what an export to FP8 has in its place."""
+    codes, its_scales = fp8_weight(weight, scales)
+    return fp8_block_dequant(codes, its_scales, dtype=torch.float32)
 
 
 def _rows(x: Tensor, power_of_two: bool) -> Tensor:

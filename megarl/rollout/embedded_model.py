@@ -35,7 +35,8 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from megarl.errors import ConfigError, DataError, Problem
-from megarl.rollout.embedded_fp8 import SCALES, Fp8Weights
+from megarl.models.fp8_export import SCALES
+from megarl.rollout.embedded_fp8 import Fp8Weights
 from megarl.rollout.embedded_kernels import DENSE_EXPERTS, ROW_ATTENTION, has_dense_form
 
 log = logging.getLogger(__name__)

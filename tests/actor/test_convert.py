@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
-from tests.helpers.families import save_model
+from tests.helpers.families import save_model, wide
 from tests.helpers.fp8_blocks import edit_config, quantised
+from tests.helpers.tools import tool as load_tool
 
 pytestmark = pytest.mark.dist
 
 
-def convert(pool: WorkerPool, tool: str, source: Path, out: Path) -> str | None:
-    (error,) = pool.run("tests.actor.work:convert", world=1, tool=tool, source=source, out=out)
+def convert(pool: WorkerPool, tool: str, source: Path, out: Path, **options: object) -> str | None:
+    given = {"tool": tool, "source": source, "out": out, **options}
+    (error,) = pool.run("tests.actor.work:convert", world=1, **given)
     return error
 
 
@@ -68,6 +70,42 @@ def test_fp8_blocks_come_back_as_their_values(pool: WorkerPool, tmp_path: Path, 
     assert json.loads((back / "config.json").read_text()) == json.loads(
         (source / "config.json").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "exclude"),
+    [
+        ("deepseek_v3", "f32", []),
+        ("glm4_moe without qk norm", "power_of_two", ["model.layers.0", "o_proj"]),
+        ("qwen3_moe tied", "f32", ["mlp.experts"]),
+        ("llama biases tied", "power_of_two", []),
+    ],
+)
+def test_an_export_in_fp8_is_the_folder_quantised_file_for_file(
+    pool: WorkerPool, tmp_path: Path, name: str, scales: str, exclude: list[str]
+) -> None:
+    model = save_model(name, tmp_path / "model", torch.bfloat16, **wide(name))
+    (model / "tokenizer.json").write_text("{}")
+    megatron, out = tmp_path / "megatron", tmp_path / "out"
+    assert convert(pool, "convert_hf_to_megatron", model, megatron) is None
+    options = {"fp8": scales, "exclude": exclude}
+    assert convert(pool, "convert_megatron_to_hf", megatron, out, **options) is None
+    load_tool("quantize_hf_fp8").quantize(model, tmp_path / "direct", scales, exclude)
+    found, expected = files(out), files(tmp_path / "direct")
+    assert found == expected and found.keys() == files(model).keys()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_family_without_fp8_is_not_exported_in_it(pool: WorkerPool, tmp_path: Path) -> None:
+    model = save_model("gpt_oss", tmp_path / "model", torch.bfloat16)
+    megatron, out = tmp_path / "megatron", tmp_path / "out"
+    assert convert(pool, "convert_hf_to_megatron", model, megatron) is None
+    error = convert(pool, "convert_megatron_to_hf", megatron, out, fp8="f32")
+    assert error is not None and "family gpt_oss is not written in FP8" in error
+    assert not out.exists()
 
 
 def test_an_export_under_another_config_json_is_refused(
@@ -157,5 +195,6 @@ def test_an_existing_checkpoint_is_never_overwritten(
     pool: WorkerPool, tiny_model: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("")
     error = convert(pool, "convert_hf_to_megatron", tiny_model, tmp_path / "out")
     assert error is not None and "already exists" in error

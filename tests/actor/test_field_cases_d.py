@@ -6,11 +6,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.inspect import compare
-from megarl.checkpoint.streamed import export_weights, write_weights
+from megarl.checkpoint.streamed import write_weights
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
+from tests.helpers.export import export
 from tests.helpers.families import save_model
 
 pytestmark = pytest.mark.dist
@@ -57,7 +58,7 @@ def test_expert_k_is_expert_k_whoever_held_it(
     pool.run(work, world=world, layout=layout, models=models, paths=paths)
     for name, hf in models.items():
         spec = read_spec(hf)
-        export_weights(paths[name], tmp_path / name, spec, hf)
+        export(paths[name], tmp_path / name, spec, hf)
         found = load_file(tmp_path / name / "model.safetensors")
         experts = {key: t for key, t in found.items() if ".experts." in key}
         layers = sum(spec.moe_layers) + spec.mtp_layers

@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.checkpoint.streamed import export_weights, write_weights
+from megarl.checkpoint.streamed import write_weights
 from megarl.errors import DataError
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.sharded import megatron_mapping, parameter_names, place_of
 from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
+from tests.helpers.export import export
 from tests.helpers.families import MODELS, WITHOUT_EXPERTS, save_model
 
 pytestmark = pytest.mark.dist
@@ -91,7 +92,7 @@ def test_there_and_back_without_a_model(
     models: dict[str, Path], streamed: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
     hf = models[name]
-    export_weights(streamed[name], tmp_path / "back", read_spec(hf), hf)
+    export(streamed[name], tmp_path / "back", read_spec(hf), hf)
     assert_same_files(tmp_path / "back", hf)
     assert (tmp_path / "back" / "config.json").read_bytes() == (hf / "config.json").read_bytes()
 
@@ -119,7 +120,7 @@ def test_a_checkpoint_that_upstream_wrote_is_exported_without_a_model(
         path.mkdir()
     run(pool, "save", layout, models=chosen, paths=saved)
     for name, hf in chosen.items():
-        export_weights(saved[name], tmp_path / name, read_spec(hf), hf)
+        export(saved[name], tmp_path / name, read_spec(hf), hf)
         assert_same_files(tmp_path / name, hf)
 
 
@@ -128,11 +129,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_written(
 ) -> None:
     hf = models["glm4_moe"]
     with pytest.raises(DataError) as error:
-        export_weights(streamed["glm4_moe without qk norm"], tmp_path / "back", read_spec(hf), hf)
+        export(streamed["glm4_moe without qk norm"], tmp_path / "back", read_spec(hf), hf)
     assert "missing decoder.layers.0.self_attention.q_layernorm.weight [16]" in str(error.value)
     assert "mlp.shared_experts.linear_fc1.weight: found [40, 32]; the model's is [80, 32]" in str(
         error.value
     )
     with pytest.raises(DataError, match=r"not a Megatron distributed checkpoint"):
-        export_weights(hf, tmp_path / "back", read_spec(hf), hf)
+        export(hf, tmp_path / "back", read_spec(hf), hf)
     assert not list(tmp_path.iterdir())

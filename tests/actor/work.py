@@ -230,7 +230,7 @@ def logprob_gradients(
     return {"lp": lp.detach(), "entropy": entropy.detach(), "grad": local.grad}
 
 
-def convert(rank: int, tool: str, source: Path, out: Path) -> str | None:
+def convert(rank: int, tool: str, source: Path, out: Path, **options: Any) -> str | None:
     """Run a converter of tools/ here; what it refused, or None."""
     import importlib.util
 
@@ -240,7 +240,7 @@ def convert(rank: int, tool: str, source: Path, out: Path) -> str | None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     try:
-        module.convert(source, out)
+        module.convert(source, out, **options)
     except MegarlError as e:
         return f"{type(e).__name__}: {e}"
     return None

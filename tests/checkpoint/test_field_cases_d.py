@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.checkpoint.stored import StoredWeights
-from megarl.checkpoint.streamed import export_weights, write_weights
+from megarl.checkpoint.streamed import write_weights
 from megarl.errors import DataError
 from megarl.models.hf_complete import open_model
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.sharded import megatron_mapping, place_of
 from megarl.models.spec import read_spec
+from tests.helpers.export import export
 from tests.helpers.families import save_model
 
 Tensors = dict[str, Tensor]
@@ -29,7 +30,7 @@ def there_and_back(hf: Path, folder: Path) -> Tensors:
     (weights := folder / "weights").mkdir()
     spec = read_spec(hf)
     write_weights(weights, open_model(hf, spec), spec)
-    export_weights(weights, folder / "back", spec, hf)
+    export(weights, folder / "back", spec, hf)
     first, second = (load_file(p / "model.safetensors") for p in (hf, folder / "back"))
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -48,7 +49,10 @@ def edited(hf: Path, change: Callable[[Tensors], None]) -> Path:
 
 def parameter(hf: Path, weights: Path, name: str) -> Tensor:
     """As it lies in the checkpoint."""
-    return StoredWeights(weights).read(place_of(megatron_mapping(read_spec(hf)), name))
+    place = place_of(megatron_mapping(read_spec(hf)), name)
+    parameter = torch.empty(place.parameter, dtype=getattr(torch, place.dtype))
+    StoredWeights(weights).read(place, parameter)
+    return parameter
 
 
 # --- D1: rows that pad the vocabulary -------------------------------------------------------------
@@ -126,7 +130,7 @@ def test_a_head_beside_tied_embeddings_must_equal_them_and_is_not_exported(
     spec = read_spec(hf)
     (tmp_path / "weights").mkdir()
     write_weights(tmp_path / "weights", open_checkpoint(edited(hf, equal)), spec)
-    export_weights(tmp_path / "weights", tmp_path / "back", spec, hf)
+    export(tmp_path / "weights", tmp_path / "back", spec, hf)
     assert HEAD not in load_file(tmp_path / "back" / "model.safetensors")
     (tmp_path / "stale").mkdir()
     with pytest.raises(DataError, match=r"lm_head\.weight differs from model\.embed_tokens"):
@@ -210,7 +214,7 @@ def test_a_folder_in_float32_is_rounded_once_where_config_json_says_bfloat16(
     spec = read_spec(hf)
     (tmp_path / "weights").mkdir()
     write_weights(tmp_path / "weights", open_model(hf, spec), spec)
-    export_weights(tmp_path / "weights", tmp_path / "back", spec, hf)
+    export(tmp_path / "weights", tmp_path / "back", spec, hf)
     found = load_file(tmp_path / "back" / "model.safetensors")
     for key, tensor in load_file(hf / "model.safetensors").items():
         kept = tensor if "correction_bias" in key else tensor.bfloat16()

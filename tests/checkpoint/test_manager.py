@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megarl.checkpoint.digests import Digests, TensorDigest
-from megarl.checkpoint.manager import MEGATRON, CheckpointManager, publish_model, read_json
+from megarl.checkpoint.manager import MEGATRON, CheckpointManager, read_json
 from megarl.errors import DataError, RunError
 from tests.helpers.dist import WorkerPool
 
@@ -281,51 +280,3 @@ def test_a_damaged_loop_file_is_refused_by_name(saver: Saver, damage: bytes | No
         saver.manager.loop_state(4)
     with pytest.raises(DataError, match=str(path)):
         read_json(path)
-
-
-# --- weights alone --------------------------------------------------------------------------------
-
-
-def write_one(path: Path) -> Digests:
-    (path / "weights").write_bytes(b"w")
-    return {"w": TensorDigest("0123456789abcdef", (3, 4), "float32")}
-
-
-def test_a_model_is_published_whole_or_not_at_all(tmp_path: Path, hf: Path) -> None:
-    out = tmp_path / "model"
-
-    def fail(path: Path) -> Digests:
-        (path / "half").write_bytes(b"h")
-        raise ValueError("damaged input")
-
-    with pytest.raises(ValueError, match="damaged input"):
-        publish_model(out, {}, hf, fail)
-    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
-    publish_model(out, {"layers": 4}, hf, write_one)
-    files = contents(out)
-    assert files.keys() == {"digests.json", "model.json", "megatron/weights"} | {
-        f"hf/{name}" for name in ("config.json", "tokenizer.json")
-    }
-    assert json.loads(files["digests.json"]) == {
-        "format": 1,
-        "tensors": {"w": {"digest": "0123456789abcdef", "shape": [3, 4], "dtype": "float32"}},
-    }
-    with pytest.raises(DataError, match="already exists"):
-        publish_model(out, {}, hf, write_one)
-
-
-def test_a_model_that_does_not_pass_its_verification_is_not_published(
-    tmp_path: Path, hf: Path
-) -> None:
-    out, seen = tmp_path / "model", []
-
-    def verify(part: Path) -> None:
-        seen.extend(sorted(contents(part)))
-        assert not out.exists()
-        raise DataError("not what it was")
-
-    with pytest.raises(DataError, match="not what it was"):
-        publish_model(out, {}, hf, write_one, verify)
-    files = ["megatron/weights", "model.json"]
-    assert seen == ["digests.json", "hf/config.json", "hf/tokenizer.json", *files]
-    assert [p.name for p in tmp_path.iterdir()] == ["hf"]

@@ -13,25 +13,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.checkpoint.digests import DIGESTS, Digests, digests_json
-from megarl.checkpoint.streamed import export_weights, write_weights
+from megarl.checkpoint.streamed import write_weights
 from megarl.checkpoint.verify import (
     available_memory,
     compare_logprobs,
     compare_with_import,
-    export_faults,
     judge_logprobs,
-    read_back,
     stored_digests,
     verify_export,
     verify_import,
 )
 from megarl.errors import DataError
 from megarl.model_logprobs import by_transformers
+from megarl.models.fp8_export import fp8_export
 from megarl.models.hf_io import open_checkpoint
 from megarl.models.sharded import megatron_mapping, parameter_names
 from megarl.models.spec import read_spec
 from megarl.rundir import write_json
-from tests.helpers.families import reference_logprobs, save_model
+from tests.helpers.export import export
+from tests.helpers.families import reference_logprobs, save_model, wide
 from tests.helpers.fp8_blocks import quantised
 from tests.helpers.samples import random_samples
 
@@ -194,7 +194,7 @@ def test_conversions_of_every_family_pass(tmp_path: Path, name: str) -> None:
         assert not (tmp_path / "back").exists()
         seen.append(verify_export(checkpoint / "megatron", part, spec))
 
-    exported = export_weights(checkpoint / "megatron", tmp_path / "back", spec, hf, verify)
+    exported = export(checkpoint / "megatron", tmp_path / "back", spec, hf, verify)
     parameters = len(parameter_names(megatron_mapping(spec)))
     assert seen == [f"verified: {parameters} parameters, read back, are those of the checkpoint"]
     assert compare_with_import(checkpoint, exported) == (
@@ -210,7 +210,7 @@ def test_an_export_that_is_refused_is_not_published(
 
     spec = read_spec(plain)
     with pytest.raises(DataError, match="no: "):
-        export_weights(plain_checkpoint / "megatron", tmp_path / "back", spec, plain, refuse)
+        export(plain_checkpoint / "megatron", tmp_path / "back", spec, plain, refuse)
     assert not list(tmp_path.iterdir())
 
 
@@ -234,23 +234,35 @@ def test_copies_that_are_not_what_they_repeat_are_named(tmp_path: Path) -> None:
         return [copy]
 
     changed(hf, stale)
-    faults = export_faults(tmp_path / "checkpoint" / "megatron", hf, read_spec(hf))
-    assert faults == [f"{copy}: not what model.embed_tokens.weight is"]
+    with pytest.raises(DataError, match=f"{copy}: not what model.embed_tokens.weight is") as error:
+        verify_export(tmp_path / "checkpoint" / "megatron", hf, read_spec(hf))
+    assert lines_of(error) == [copy]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_several_processes_share_the_work(
-    plain: Path, plain_checkpoint: Path, processes: int
-) -> None:
-    spec = read_spec(plain)
-    names = parameter_names(megatron_mapping(spec))
-    parts = [names[i::processes] for i in range(processes)]
-    weights = plain_checkpoint / "megatron"
-    first, *others = [read_back(weights, spec, part) for part in parts]
-    for other in others:
-        first.merge(other.sums())
-    assert first.digests() == read_back(weights, spec).digests()
-    assert not any(export_faults(weights, plain, spec, part) for part in parts)
+@pytest.mark.parametrize("scales", ["f32", "power_of_two"])
+def test_an_export_in_fp8_is_what_codes_make_of_the_weights(tmp_path: Path, scales: str) -> None:
+    name = "deepseek_v3"
+    hf = save_model(name, tmp_path / "hf", torch.bfloat16, **wide(name))
+    imported(hf, tmp_path / "checkpoint")
+    weights, spec = tmp_path / "checkpoint" / "megatron", read_spec(hf)
+    fp8 = fp8_export(megatron_mapping(spec), scales)
+    export(weights, tmp_path / "back", spec, hf, fp8=fp8)
+    line = verify_export(weights, tmp_path / "back", spec, fp8=fp8)
+    assert line.startswith("verified: ")
+    with pytest.raises(DataError, match="parameters are not the checkpoint's"):
+        verify_export(weights, tmp_path / "back", spec)
+    spoiled = sorted(fp8.codes)[7]
+
+    def one_code(tensors: Tensors) -> list[str]:
+        tensors[spoiled].view(torch.uint8)[2, 5] ^= 1
+        return [spoiled]
+
+    changed(tmp_path / "back", one_code)
+    with pytest.raises(DataError) as error:
+        verify_export(weights, tmp_path / "back", spec, fp8=fp8)
+    mapping = megatron_mapping(spec)
+    names = [p for p in parameter_names(mapping) if spoiled in mapping.hf_names(p)]
+    assert lines_of(error) == names
 
 
 # --- log-probs ------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ test.
 ``pool.run("tests.actor.work:function", world=2, layout=..., ...)`` calls ``function(rank=...,
 **arguments)`` on ``world`` workers inside a fresh gloo process group and returns the results in
 rank order. A worker that raises, dies or does not answer in time fails the call with what it said;
-the pool then starts afresh. Workers end with the pool, or with the process that owns it.
+the pool then starts afresh. So it does when a worker has many threads: groups that outlive their
+test have one each, and a system has only so many. Workers end with the pool, or with the process
+that owns it.
 """
 
 import ctypes
@@ -25,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+_MOST_THREADS = 1000
+
 
 class WorkerPool:
     """``env``: what workers have in their environment besides this process's own. ``first``: a
@@ -41,6 +45,8 @@ class WorkerPool:
     def run(
         self, target: str, *, world: int, timeout_s: float = 120.0, **arguments: Any
     ) -> list[Any]:
+        if any(_threads(process) > _MOST_THREADS for process, _ in self._workers):
+            self.close()
         self._start(world)
         self._tasks += 1
         for rank in range(world):
@@ -91,6 +97,13 @@ class WorkerPool:
                 process.start()
             there.close()
             self._workers.append((process, here))
+
+
+def _threads(process: BaseProcess) -> int:
+    try:
+        return len(os.listdir(f"/proc/{process.pid}/task"))
+    except FileNotFoundError:  # it has died, which the next task will say
+        return 0
 
 
 _DEVICE = functools.cache(lambda: dist.ProcessGroupGloo.create_device(interface="lo"))

@@ -166,6 +166,31 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, changes of
     "kimi_k2": ("kimi_k2", KIMI),
 }
 
+_WIDE_MOE = {"moe_intermediate_size": 128}
+_WIDE_MLA = {
+    **_WIDE_MOE,
+    **{"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 24, "v_head_dim": 32},
+}
+_WIDE: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64, **_WIDE_MOE},
+    "deepseek_v3": _WIDE_MLA,
+    "kimi_k2": _WIDE_MLA,
+    "glm4_moe": {"head_dim": 32, **_WIDE_MOE},
+    **{family: {"head_dim": 32} for family in ("qwen2", "llama", "mistral")},
+}
+
+
+def wide(name: str) -> dict[str, Any]:
+    """Options of ``save_model`` with which every linear of ``MODELS[name]`` is in whole blocks of
+    128 x 128, where a server wants them whole.
+    """
+    family, changes = MODELS[name]
+    options = {"hidden_size": 128, "intermediate_size": 256, **_WIDE.get(family, {})}
+    if "q_lora_rank" in changes and changes["q_lora_rank"] is None:
+        options["q_lora_rank"] = None
+    return options
+
 
 def save_model(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any

@@ -60,6 +60,18 @@ def by_entry(codes: NDArray[np.uint8], scales: Tensor, block: tuple[int, int]) -
     return TABLE[codes].astype(np.float32) * wide
 
 
+def raw_header(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    """(dtype's code, shape, bytes) of every tensor, by the format's definition."""
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    header.pop("__metadata__")
+    return {
+        name: (e["dtype"], e["shape"], raw[end + e["data_offsets"][0] : end + e["data_offsets"][1]])
+        for name, e in header.items()
+    }
+
+
 def quantised(source: Path, out: Path) -> tuple[Path, Tensors]:
     """The model with its projections in codes, blocks of 16 x 24; and the values they have."""
     folder = shutil.copytree(source, out)

@@ -155,9 +155,9 @@ def test_entries_of_a_tensor_may_come_one_by_one(saved: Saved, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("order", "named"),
     [
-        ((2, 0), "1 announced tensors never came: stacked"),
-        ((2, 2, 0, 1), "tensor stacked: entry 2 came twice, or is none"),
-        ((0, 3), "tensor stacked: entry 3 came twice, or is none"),
+        ((2, 0), r"1 announced tensors never came whole: stacked \(16 of 24 values\)"),
+        ((2, 2, 0, 1), "tensor stacked came twice"),
+        ((0, 3), r"tensor stacked: found entry 3; announced \[3, 2, 4\]"),
         ((0, 1, 2, 0), "tensor stacked came twice"),
     ],
 )
@@ -235,7 +235,7 @@ def test_config_names_the_dtype_that_was_written(saved: Saved, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        (lambda tensors: tensors[:-1], "1 announced tensors never came: lm_head"),
+        (lambda tensors: tensors[:-1], "1 announced tensors never came whole: lm_head"),
         (lambda tensors: [*tensors, tensors[0]], "came twice"),
         (lambda tensors: [*tensors, ("model.extra", torch.zeros(2))], "model.extra is not part"),
         (lambda tensors: [(n, t.bfloat16()) for n, t in tensors], "announced .* float32"),
@@ -274,6 +274,6 @@ def test_a_folder_in_use_is_not_overwritten(saved: Saved, sharded: Path) -> None
 
 
 def test_announced_tensors_of_other_types_are_refused(tmp_path: Path) -> None:
-    specs = [TensorSpec("a", (2,), "float8_e4m3fn")]
-    with pytest.raises(DataError, match="tensor a: dtype float8_e4m3fn"):
+    specs = [TensorSpec("a", (2,), "float16")]
+    with pytest.raises(DataError, match="tensor a: dtype float16; accepted: float32, bfloat16"):
         write_checkpoint(tmp_path / "out", iter(()), specs, tmp_path)

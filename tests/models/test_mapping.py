@@ -162,7 +162,7 @@ def test_fewer_kv_heads_than_ranks_are_refused(tp: int) -> None:
     kv = spec.kv_heads
     name = LAYER + "self_attention.linear_qkv.weight"
     parts = [torch.zeros(n * spec.head_dim, spec.hidden) for n in (8, kv, kv)]
-    with pytest.raises(DataError, match=rf"linear_qkv.*{kv} KV groups .* size {tp}"):
+    with pytest.raises(DataError, match=rf"linear_qkv.*{kv} heads .* size {tp}"):
         mapping_for(spec).to_megatron(name, parts, 0, tp)
     problems = layout_problems(spec, tp=tp, etp=1)
     assert [(p.key, p.found, p.accepted) for p in problems] == [

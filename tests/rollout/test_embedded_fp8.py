@@ -12,12 +12,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import ConfigError
+from megarl.models.fp8_export import fp8_weight
 from megarl.ops import digest
+from megarl.rollout import embedded_fp8
 from megarl.rollout.embedded import Engine, Unusable
-from megarl.rollout.embedded_model import SlotModel
+from megarl.rollout.embedded_model import DTYPES, SlotModel
 from megarl.sync.receiver import ModelReceiver
 from tests.conftest import make_tiny_model
-from tests.helpers.families import save_model
+from tests.helpers.families import save_model, wide
+from tests.helpers.fp8_blocks import by_entry, grid, raw_header
+from tests.helpers.tools import tool
 from tests.ops.test_fp8_emulation import plain_blockwise
 from tests.rollout.test_engine import NoWeights, ask
 
@@ -156,6 +160,48 @@ def engine_with(model: SlotModel, tensors: dict[str, Tensor]) -> Engine:
     engine = Engine(model, Direct(ModelReceiver(model.module), tensors))
     engine.start()
     return engine
+
+
+@pytest.mark.parametrize(
+    ("name", "scales", "dtype"),
+    [
+        ("qwen3_moe tied", "f32", "bf16"),
+        ("qwen3_moe tied", "power_of_two", "fp32"),
+        ("deepseek_v3", "power_of_two", "bf16"),
+        ("llama biases tied", "f32", "fp32"),
+    ],
+)
+def test_codes_and_scales_are_those_of_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scales: str, dtype: str
+) -> None:
+    """Bit for bit, and so are the values that layers multiply with."""
+    source = save_model(name, tmp_path / "source", DTYPES[dtype], **wide(name))
+    tool("quantize_hf_fp8").quantize(source, tmp_path / "out", scales)
+    behind = "model.layers.4."  # for multi-token prediction: not served
+    written = {
+        name: raw
+        for name, (code, _, raw) in raw_header(tmp_path / "out" / "model.safetensors").items()
+        if (code == "F8_E4M3" or name.endswith("_scale_inv")) and not name.startswith(behind)
+    }
+    made: list[tuple[bytes, bytes]] = []
+
+    def seen(weight: Tensor, scales: str) -> tuple[Tensor, Tensor]:
+        codes, its_scales = fp8_weight(weight, scales)
+        made.append((codes.view(torch.uint8).numpy().tobytes(), its_scales.numpy().tobytes()))
+        return codes, its_scales
+
+    monkeypatch.setattr(embedded_fp8, "fp8_weight", seen)
+    model = slot_model(source, fp8=scales, dtype=dtype)
+    weights = [name for name in written if not name.endswith("_scale_inv")]
+    assert sorted(made) == sorted((written[n], written[f"{n}_scale_inv"]) for n in weights)
+    for name, module in model.module.named_modules():
+        if f"{name}.weight" in weights:
+            found = module.rounded_weight
+            codes = np.frombuffer(written[f"{name}.weight"], np.uint8).reshape(found.shape)
+            its_scales = np.frombuffer(written[f"{name}.weight_scale_inv"], np.float32).copy()
+            its_scales = its_scales.reshape(grid(found.shape, (128, 128)))
+            expected = by_entry(codes, torch.from_numpy(its_scales), (128, 128))
+            assert np.array_equal(found.numpy(), expected), name
 
 
 def test_new_weights_are_rounded_and_digested_as_they_came(big: Path, moved: Path) -> None:

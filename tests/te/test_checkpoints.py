@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from megarl.checkpoint.streamed import write_weights
+from megarl.models.hf_io import open_checkpoint
+from megarl.models.spec import read_spec
 from tests.helpers.dist import WorkerPool
+from tests.helpers.export import export
 from tests.te.test_models import LAYOUTS, assert_same_bits, fits, place, run, together
 
 pytestmark = pytest.mark.dist
@@ -40,6 +44,28 @@ def test_weights_move(
         for there in (here, place(ELSEWHERE, name)):
             found = together(_run(then, "loaded", there, hf=hf, path=path))
             assert_same_bits(found, load_file(hf / "model.safetensors"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_weights_are_converted_without_a_model(
+    te_pool: WorkerPool, families: dict[str, Path], tmp_path: Path, layout: dict[str, int]
+) -> None:
+    """What models of Transformer Engine's modules wrote is exported, what was imported is read by
+    them: grouped experts and others.
+    """
+    for i, (name, hf) in enumerate(families.items()):
+        if not fits(layout, name):
+            continue
+        there, spec = place(layout, name), read_spec(hf)
+        kind: Kind = (te_pool, {"moe": {"grouped_gemm": i % 2 == 0}})
+        written, imported, back = (tmp_path / f"{x}{i}" for x in ("written", "imported", "back"))
+        expected = load_file(hf / "model.safetensors")
+        _run(kind, "saved", there, hf=hf, path=written)
+        export(written, back, spec, hf)
+        assert_same_bits(load_file(back / "model.safetensors"), expected)
+        imported.mkdir()
+        write_weights(imported, open_checkpoint(hf), spec)
+        assert_same_bits(together(_run(kind, "loaded", there, hf=hf, path=imported)), expected)
 
 
 def _run(kind: Kind, what: str, layout: dict[str, int], **arguments: Any) -> list[Any]:
