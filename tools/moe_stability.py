@@ -95,7 +95,8 @@ class Cell:
 
 def study(seeds: int) -> list[Cell]:
     """Every objective under every condition; then the mitigations of every condition that is not
-    exact, with a token-level objective and a sequence-level one.
+    exact, with a token-level objective and a sequence-level one; then, with the others, what weighs
+    the gradient by staleness.
     """
     plain = [Cell(o, c, seed=s) for s in range(seeds) for o in OBJECTIVES for c in CONDITIONS]
     mitigated = [
@@ -106,7 +107,13 @@ def study(seeds: int) -> list[Cell]:
         if c != "exact"
         for replay, correction in MITIGATIONS
     ]
-    return plain + mitigated
+    corrected = [
+        Cell(o, "stale", "none", correction, s)
+        for s in range(min(seeds, MITIGATED_SEEDS))
+        for o in ("sapo", "aspo")
+        for correction in ("tis", "icepop")
+    ]
+    return plain + mitigated + corrected
 
 
 QUICK = [Cell("grpo", "noise", "R3", "tis"), Cell("sapo", "stale")]

@@ -22,7 +22,7 @@ Sources: SGLang 0.5.23, ``Fp8LinearMethod.validate_block_quant_shapes``,
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,23 +40,14 @@ SCALES = {"f32": False, "power_of_two": True}  # whether a scale is rounded up t
 _SCALE_FMT: dict[str, dict[str, str]] = {"f32": {}, "power_of_two": {"scale_fmt": "ue8m0"}}
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """Linears that are one module of a server, by the last parts of their names, top to bottom.
-    ``ragged``: the last one's rows may end within a block.
-    """
-
-    parts: tuple[str, ...]
-    ragged: bool = True
-
-
+# Last parts of linears' names; together those that are one module of a server, top to bottom
 _LINEARS = (
-    _Linear(("q_proj", "k_proj", "v_proj"), ragged=False),
-    _Linear(("gate_proj", "up_proj"), ragged=False),
-    _Linear(("q_a_proj", "kv_a_proj_with_mqa")),
-    *(_Linear((part,)) for part in ("q_b_proj", "kv_b_proj", "o_proj", "down_proj")),
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    *((part,) for part in ("q_b_proj", "kv_b_proj", "o_proj", "down_proj")),
 )
-_LINEAR_OF = {part: linear for linear in _LINEARS for part in linear.parts}
+_MERGED = {part: linears for linears in _LINEARS for part in linears}
 _NOT_QUANTISED = ("lm_head", "head", "gate", "eh_proj")
 _NO_LINEARS = ("embed_tokens",)
 _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
@@ -64,7 +55,7 @@ _EXPERTS = re.compile(r"(.+\.experts)\.\d+\..+")
 
 @dataclass(frozen=True)
 class Fp8Export:
-    """What of a model is in codes. ``specs``: of what ``quantised`` gives, a weight's scales behind
+    """What of a model is in codes. ``specs``: of what ``parts`` gives, a weight's scales behind
     it. ``codes``: names of weights. ``plain``: modules with a matrix that is not in codes.
     """
 
@@ -83,13 +74,6 @@ class Fp8Export:
             **_SCALE_FMT[self.scales],
             **({"modules_to_not_convert": list(self.plain)} if self.plain else {}),
         }
-
-    def quantised(
-        self, tensors: Iterable[tuple[str, Tensor | Entry]]
-    ) -> Iterator[tuple[str, Tensor | Entry]]:
-        """The model's tensors, in any order, one at a time."""
-        for name, tensor in tensors:
-            yield from self.parts(name, tensor)
 
     def parts(self, name: str, tensor: Tensor | Entry) -> list[tuple[str, Tensor | Entry]]:
         """Codes and scales of a weight, which a server must get together; or the tensor.
@@ -170,9 +154,9 @@ def _modules(matrices: Sequence[TensorSpec]) -> dict[tuple[str, ...], list[Tenso
     modules: dict[tuple[str, ...], list[TensorSpec]] = {}
     for spec in matrices:
         parent, _, part = _module(spec.name).rpartition(".")
-        if part in _LINEAR_OF:
+        if part in _MERGED:
             experts = _EXPERTS.fullmatch(spec.name)
-            key = (experts[1],) if experts else (parent, *_LINEAR_OF[part].parts)
+            key = (experts[1],) if experts else (parent, *_MERGED[part])
             modules.setdefault(key, []).append(spec)
         elif part not in (*_NOT_QUANTISED, *_NO_LINEARS):
             raise DataError(f"no rule says whether {spec.name} {list(spec.shape)} is in FP8")
@@ -181,19 +165,14 @@ def _modules(matrices: Sequence[TensorSpec]) -> dict[tuple[str, ...], list[Tenso
 
 def _fit(linears: Sequence[TensorSpec]) -> bool:
     """Whether a server takes its linears in blocks."""
-    merged: dict[tuple[str, _Linear], list[int]] = {}  # rows, top to bottom
-    for spec in sorted(linears, key=_place):
+    rows: dict[tuple[str, ...], list[int]] = {}  # of those that lie one below the other
+    for spec in sorted(linears, key=lambda spec: _MERGED[_part(spec)].index(_part(spec))):
         parent, _, part = _module(spec.name).rpartition(".")
-        merged.setdefault((parent, _LINEAR_OF[part]), []).append(spec.shape[0])
-    return all(spec.shape[1] % BLOCK[1] == 0 for spec in linears) and all(
-        rows % BLOCK[0] == 0
-        for (_, linear), sizes in merged.items()
-        for rows in (sizes if len(sizes) > 1 and not linear.ragged else sizes[:-1])
+        rows.setdefault((parent, *_MERGED[part]), []).append(spec.shape[0])
+    starts = [size for sizes in rows.values() for size in sizes[:-1]]
+    return all(size % BLOCK[0] == 0 for size in starts) and all(
+        spec.shape[1] % BLOCK[1] == 0 for spec in linears
     )
-
-
-def _place(spec: TensorSpec) -> int:
-    return _LINEAR_OF[_part(spec)].parts.index(_part(spec))
 
 
 def _excluded(modules: Iterable[Sequence[TensorSpec]], exclude: Sequence[str]) -> frozenset[str]:
@@ -229,7 +208,7 @@ def _plain_modules(
         experts = _EXPERTS.fullmatch(spec.name)
         name = experts[1] if experts else _module(spec.name)
         found[name] = None
-        if name.startswith(draft) and _part(spec) in _LINEAR_OF:
+        if name.startswith(draft) and _part(spec) in _MERGED:
             found[f"model.decoder.{name.removeprefix(draft)}"] = None
     return tuple(found)
 

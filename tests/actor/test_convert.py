@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.models.fp8_export import fp8_export
+from megarl.models.mapping import mapping_for
+from megarl.models.spec import read_spec
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import save_model, wide
-from tests.helpers.fp8_blocks import edit_config, quantised
+from tests.helpers.fp8_blocks import edit_config, quantised, raw_header
 from tests.helpers.tools import tool as load_tool
 
 pytestmark = pytest.mark.dist
@@ -149,6 +152,25 @@ def test_a_trainer_exports_what_it_was_given_bit_for_bit(
     given = load_file(tiny_model / "model.safetensors")
     assert sorted(names) == sorted(given)  # each once
     assert all(torch.equal(t, given[n]) for r in ranks for n, t in r["tensors"].items())
+
+
+@pytest.mark.parametrize("scales", ["f32", "power_of_two"])
+def test_what_a_trainer_sends_has_the_codes_of_a_folder(
+    pool: WorkerPool, tmp_path: Path, scales: str
+) -> None:
+    """Tensors of two ranks' shards, one after another, against the folder that the tool writes."""
+    name = "qwen3_moe tied"
+    model = save_model(name, tmp_path / "model", torch.bfloat16, **wide(name))
+    load_tool("quantize_hf_fp8").quantize(model, tmp_path / "fp8", scales)
+    fp8 = fp8_export(mapping_for(read_spec(model)), scales)
+    options = {"hf": model, "layout": {"tp": 2}, "precision": {"dtype": "bf16"}}
+    sent = {}
+    for rank in pool.run("tests.actor.work:exported", world=2, **options):
+        for hf, tensor in rank["tensors"].items():
+            for part, values in fp8.parts(hf, tensor):
+                sent[part] = values.flatten().view(torch.uint8).numpy().tobytes()
+    written = raw_header(tmp_path / "fp8" / "model.safetensors")
+    assert sent == {n: raw for n, (_, _, raw) in written.items()}
 
 
 def without_a_tensor(model: Path) -> None:

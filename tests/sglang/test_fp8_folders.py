@@ -9,15 +9,18 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_tiny_model
-from tests.helpers.families import save_model, wide
+from tests.helpers.families import reference_logprobs, save_model, wide
 from tests.helpers.fp8_blocks import by_entry, raw_header
+from tests.helpers.samples import random_samples
 from tests.helpers.tools import tool
 from tests.sglang.protocol import PROMPT, ok, prompt_logprobs
 from tests.sglang.server import HERE, SUPPORT, SGLangServer, require_sglang
@@ -91,6 +94,22 @@ def test_the_server_loads_a_folder_in_fp8_and_computes_its_values(
         assert prompt_logprobs(server) == pytest.approx(expected["f32"], abs=TOLERANCE)
         ok(server, "/update_weights_from_disk", model_path=str(folders["power_of_two"]))
         assert prompt_logprobs(server) == pytest.approx(expected["power_of_two"], abs=TOLERANCE)
+
+
+def test_the_server_computes_a_glm_in_fp8(tmp_path: Path) -> None:
+    """Biases beside codes, shared experts, a sigmoid router."""
+    require_sglang()
+    options = {"num_nextn_predict_layers": 0, "max_position_embeddings": 512}
+    source = save_model("glm4_moe", tmp_path / "source", **wide("glm4_moe"), **options)
+    tool("quantize_hf_fp8").quantize(source, tmp_path / "fp8", "f32")
+    (sample,) = random_samples(1, 1)
+    sample = replace(sample, tokens=np.array(PROMPT, np.int32))
+    values = plain_values(tmp_path / "fp8", tmp_path / "values")
+    expected, unrounded = (reference_logprobs(f, [sample])[0] for f in (values, source))
+    with SGLangServer(tmp_path / "fp8", log_path=tmp_path / "server.log") as server:
+        found = torch.tensor(prompt_logprobs(server), dtype=torch.float64)
+    assert (found - expected).abs().max() < TOLERANCE
+    assert (unrounded - expected).abs().max() > 100 * TOLERANCE
 
 
 # ---- which modules are plain, by SGLang's own reading of config.json -----------------------------

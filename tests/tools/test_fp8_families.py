@@ -117,6 +117,28 @@ def test_stacked_experts_are_refused(quantize: Quantize, tmp_path: Path, name: s
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("shards", ["5GB", "600KB"])
+def test_fused_experts_are_written_one_by_one_as_servers_read_them(
+    quantize: Quantize, moe: Path, tmp_path: Path, shards: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.bfloat16)
+    fused, out = tmp_path / "fused", tmp_path / "out"
+    model.save_pretrained(fused, save_original_format=False, max_shard_size=shards)
+    (fused / "config.json").write_bytes((moe / "config.json").read_bytes())
+    files = list(fused.glob("*.safetensors"))
+    names = {name for file in files for name in raw_header(file)}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names and (len(files) > 1) == (
+        shards == "600KB"
+    )
+    assert quantize(moe, tmp_path / "expected") is None
+    assert quantize(fused, out) is None
+    found = {n: t for file in out.glob("*.safetensors") for n, t in raw_header(file).items()}
+    assert found == raw_header(tmp_path / "expected" / "model.safetensors")
+    assert quantization(out) == quantization(tmp_path / "expected")
+
+
 # ---- sizes ---------------------------------------------------------------------------------------
 
 EVERY = "model.layers.*."
