@@ -27,15 +27,17 @@ from megarl.errors import MegarlError
 
 def rows(title: str, header: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
     """A table on a terminal; elsewhere a line each, with tabs."""
-    console = Console()
+    console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         for line in [header, *lines]:
             print("\t".join(map(str, line)))
         return
-    table = Table(*header, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
     for line in lines:
         table.add_row(*map(str, line))
-    console.print(table, markup=False)
+    console.print(table)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -49,9 +51,15 @@ def show(found: dict[str, Any]) -> None:
         print(f"{name or 'weights'}: {count}")
         header = ("tensor", "shape", "dtype", "chunks", "cut into", "bytes")
         keys = ("shape", "dtype", "chunks", "grid", "bytes")
-        rows(name, header, [(key, *(t[k] for k in keys)) for key, t in part["tensors"].items()])
+        rows(
+            name or "weights",
+            header,
+            [(key, *(t[k] for k in keys)) for key, t in part["tensors"].items()],
+        )
         if part["objects"]:
-            rows(f"{name}: objects", ("object", "bytes"), list(part["objects"].items()))
+            rows(
+                f"{name or 'weights'}: objects", ("object", "bytes"), list(part["objects"].items())
+            )
     if found["imported"]:
         print(f"imported from {len(found['imported'])} tensors:")
         header = ("tensor", "digest", "shape", "dtype")

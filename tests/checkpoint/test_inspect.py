@@ -1,9 +1,7 @@
 """``inspect_checkpoint``: what is there, everything that is wrong, every difference."""
 
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from megarl.errors import DataError
 from megarl.ops.digest import digest
 from tests.helpers.families import save_model
 
-ROOT = Path(__file__).parents[2]
 EXPERTS = "decoder.layers.2.mlp.experts.experts.linear_fc1.weight"  # [8, 40, 32]: gate, up
 NORM = "decoder.final_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -336,59 +333,3 @@ def test_what_cannot_be_compared_is_an_error(sound: Path, spoilable: Path, spoil
     spoil(spoilable)
     with pytest.raises(DataError):
         compare(spoilable, Path(shutil.copytree(spoilable, spoilable.with_name("same"))))
-
-
-# --- the tool -------------------------------------------------------------------------------------
-
-Tool = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
-    path = ROOT / "tools" / "inspect_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("inspect_checkpoint", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["inspect_checkpoint", *map(str, arguments)])
-        code = module.main()
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
-
-    return run
-
-
-def test_the_tool_prints_lines_with_tabs(tool: Tool, sound: Path) -> None:
-    code, out, _ = tool(sound)
-    lines = out.splitlines()
-    assert code == 0 and lines[0] == str(sound)
-    assert "\t".join([EXPERTS, "[8, 40, 32]", "bfloat16", "16", "[8, 2, 1]", "20480"]) in lines
-    assert any(line.startswith("model.norm.weight\t") for line in lines)
-    assert 'model.family: "qwen3_moe"' in lines
-
-
-def test_the_tool_says_by_its_exit_code_what_it_found(
-    tool: Tool, sound: Path, spoilable: Path
-) -> None:
-    assert tool(sound, "--check")[:2] == (0, "faults: 0\n")
-    assert tool(sound, "--compare", spoilable)[:2] == (0, "differences: 0\n")
-    faults = another_model(spoilable)
-    code, out, _ = tool(spoilable, "--check")
-    assert code == 1 and out.startswith("faults: 1\n") and faults[0] in out
-    code, out, _ = tool(spoilable, "--compare", sound)
-    assert (code, out) == (1, "differences: 1\nmodel.json: vocab: 70, 30\n")
-    code, _, err = tool(sound / "nothing")
-    assert code == 1 and err.startswith("inspect_checkpoint: ") and "is no checkpoint" in err
-
-
-def test_the_tools_json_has_everything(tool: Tool, sound: Path, spoilable: Path) -> None:
-    another_model(spoilable)
-    code, out, _ = tool(spoilable, "--json", "--check", "--compare", sound)
-    found = json.loads(out)
-    assert code == 1
-    assert len(found["faults"]) == 1 and found["differences"] == ["model.json: vocab: 70, 30"]
-    assert {k: v for k, v in found.items() if k not in ("faults", "differences")} == json.loads(
-        json.dumps(describe(spoilable))
-    )
