@@ -1,4 +1,4 @@
-"""Megarl's writer of Megatron's distributed checkpoint format (torch_dist). A checkpoint of weights
+"""A writer of Megatron's distributed checkpoint format (torch_dist). A checkpoint of weights
 is::
 
     metadata.json        the format's name and version
