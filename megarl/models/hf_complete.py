@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megarl.models.hf_fused import fused_name
 from megarl.models.hf_headers import fault_list
 from megarl.models.hf_io import HfCheckpoint, inspect_folder
 from megarl.models.mapping import ModelMapping, mapping_for
@@ -90,6 +91,7 @@ def _tensor_faults(
     faults = _allowed_faults(set(allow_missing), set(expected), there)
     faults += _without_mtp(there, expected, spec)
     missing = set(expected) - there - set(allow_missing)
+    missing -= {n for n in missing if fused_name(n) in checkpoint.unread}
     faults += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
     faults += [f"not part of the model: {name}" for name in sorted(found - set(shapes))]
     for name in sorted(found & set(shapes)):

@@ -149,8 +149,10 @@ def test_a_process_that_is_killed_is_named_and_nothing_appears(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", ""])
-def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", "", 5, None, ["a.safetensors"]]
+)
+def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: Any) -> None:
     specs = [TensorSpec("a", (2,), "float32")]
     with pytest.raises(DataError, match="cannot be in"):
         HfWriter(tmp_path, specs, files={"a": file})
