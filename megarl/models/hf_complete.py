@@ -89,6 +89,11 @@ def _tensor_faults(
     found = set(checkpoint.names()) - set(extra)
     there = found | checkpoint.unread
     faults = _allowed_faults(set(allow_missing), set(expected), there)
+    faults += [
+        f"{of} may be missing, but {name}, which repeats it, is there: rename that one"
+        for name, (of, _) in sorted(repeats.items())
+        if of in set(allow_missing) - there and name in there
+    ]
     faults += _without_mtp(there, expected, spec)
     missing = set(expected) - there - set(allow_missing)
     missing -= {n for n in missing if fused_name(n) in checkpoint.unread}

@@ -271,10 +271,14 @@ def test_a_signal_ends_the_work_of_every_thread(at: str) -> None:
             time.sleep(0.2)
         done.append(item.name)
 
+    def stop() -> None:
+        told.set()
+        sys.exit(143)
+
     items: Sequence[Item] = Items(Item(str(k), 1) for k in range(20))
     if at == "while others end":
         items = items[:2]
-        handler = signal.signal(signal.SIGALRM, lambda *_: (told.set(), sys.exit(143)))
+        handler = signal.signal(signal.SIGALRM, lambda *_: stop())
         signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(SystemExit):

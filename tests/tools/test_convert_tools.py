@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.checkpoint.workers import Workers
-from megarl.convert import Export, Import, Quantisation, perform
+from megarl.convert import Conversion, Export, Import, Quantisation, perform
 from tests.helpers.families import save_model, wide
 from tests.helpers.tools import tool
 
@@ -88,11 +88,12 @@ def test_what_a_file_fails_of_is_a_line(
 
 def test_sizes_are_those_of_the_files(model: Path, checkpoint: Path, tmp_path: Path) -> None:
     """Room is asked for what is written: codes are half as large."""
-    for name, conversion in {
+    ways: dict[str, Conversion] = {
         "plain": Export(checkpoint),
         "export": Export(checkpoint, "f32"),
         "quantised": Quantisation(model, "f32"),
-    }.items():
+    }
+    for name, conversion in ways.items():
         conversion.run(tmp_path / name, Workers())
         written = (tmp_path / name / "model.safetensors").stat().st_size
         header = 8 + int.from_bytes(
@@ -110,7 +111,7 @@ def test_progress_ends_when_all_is_done(
     verify: bool,
 ) -> None:
     monkeypatch.setattr("megarl.convert.compare_logprobs", lambda *_: "not compared")
-    ways = [Import(model, verify=verify), Export(checkpoint, verify=verify)]
+    ways: list[Conversion] = [Import(model, verify=verify), Export(checkpoint, verify=verify)]
     ways += [] if verify else [Quantisation(model, "f32")]
     for number, conversion in enumerate(ways):
         told: list[int] = []
