@@ -33,6 +33,7 @@ from megarl.checkpoint.streamed import (
 from megarl.checkpoint.verify import (
     compare_logprobs,
     compare_with_import,
+    stored_digests,
     verify_export,
     verify_import,
 )
@@ -175,6 +176,8 @@ class Export:
         require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
         self.mapping = megatron_mapping(self.spec)
         self.fp8 = fp8_export(self.mapping, fp8, exclude) if fp8 else None
+        if (source / DIGESTS).is_file():
+            stored_digests(source)
         StoredWeights(source / MEGATRON).check(list(places_of(self.mapping).values()))
         specs = self.fp8.specs if self.fp8 else self.mapping.hf_spec()
         self.num_bytes = sum(map(num_bytes, specs))

@@ -10,6 +10,7 @@ import torch
 
 from megarl.checkpoint.workers import Workers
 from megarl.convert import Conversion, Export, Import, Quantisation, perform
+from megarl.errors import DataError
 from tests.helpers.families import save_model, wide
 from tests.helpers.tools import tool
 
@@ -68,6 +69,15 @@ def test_a_dry_run_finds_that_a_checkpoint_lacks_weights(
     shutil.rmtree(source / "megatron")
     assert run(monkeypatch, "convert_megatron_to_hf", source, tmp_path / "out", "--dry-run") == 1
     assert "megatron is not a Megatron distributed checkpoint" in capsys.readouterr().err
+
+
+def test_damaged_digests_are_found_before_anything_is_written(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    source = shutil.copytree(checkpoint, tmp_path / "source")
+    (source / "digests.json").write_text("{")
+    with pytest.raises(DataError, match=r"digests\.json"):
+        Export(source)
 
 
 def test_what_a_file_fails_of_is_a_line(
