@@ -22,6 +22,7 @@ from megarl.checkpoint.models import (
     stored_spec,
 )
 from megarl.checkpoint.publish import publish
+from megarl.checkpoint.stored import StoredWeights
 from megarl.checkpoint.streamed import (
     export_weights,
     items_of,
@@ -32,6 +33,7 @@ from megarl.checkpoint.streamed import (
 from megarl.checkpoint.verify import (
     compare_logprobs,
     compare_with_import,
+    stored_digests,
     verify_export,
     verify_import,
 )
@@ -52,9 +54,12 @@ from megarl.rundir import write_json
 
 
 class Conversion(Protocol):
-    """One that can begin: its source has been looked at. ``num_bytes``: of its weights."""
+    """One that can begin: its source has been looked at. ``num_bytes``: of what it writes;
+    ``work_bytes``: of what it goes through, what is read back to verify it included.
+    """
 
     num_bytes: int
+    work_bytes: int
 
     def run(self, out: Path, workers: Workers) -> None:
         """Make ``out``, in every process: whole or not at all."""
@@ -65,19 +70,26 @@ def perform(conversion: Conversion, out: Path, threads: int, timeout_s: float) -
     """In the processes that torchrun has started, or here alone; the first says how far it is.
     ``timeout_s``: the longest that one process waits for another.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
-    own = conversion.num_bytes // int(os.environ.get("WORLD_SIZE", "1"))
-    shown = progress(f"writing {out}", own) if first else nullcontext(lambda num_bytes: None)
+    rank, processes = launched()
+    own = conversion.work_bytes // processes
+    shown = nullcontext(lambda num_bytes: None) if rank else progress(f"writing {out}", own)
     with shown as advance, workers_of_launch(threads, advance, timeout_s) as workers:
         conversion.run(out, workers)
 
 
+def launched() -> tuple[int, int]:
+    """(this process's number, how many there are) of torchrun's; (0, 1) without."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def tool(name: str, work: Callable[[], None]) -> int:
-    """The exit code of a command line tool that does ``work``. Ended by SIGTERM, it cleans up."""
+    """The exit code of a command line tool that does ``work``. Ended by SIGTERM, it cleans up. What
+    ``work`` is refused with, or a disk or a file fails of, is said in a line.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         work()
-    except MegarlError as e:
+    except (MegarlError, OSError) as e:
         print(f"{name}: {e}", file=sys.stderr)
         return 1
     return 0
@@ -115,6 +127,7 @@ class Import:
         self.checkpoint = open_model(source, self.spec, allow_missing=allow_missing)
         self.mapping = megatron_mapping(self.spec)
         self.num_bytes = weight_bytes(self.mapping)
+        self.work_bytes = self.num_bytes * (2 if verify else 1)
 
     def run(self, out: Path, workers: Workers) -> None:
         publish(out, workers, self.num_bytes, lambda folder: self._write(folder, workers))
@@ -163,7 +176,12 @@ class Export:
         require_no_contradictions(config_contradictions(source / MODEL, meant, source / HF))
         self.mapping = megatron_mapping(self.spec)
         self.fp8 = fp8_export(self.mapping, fp8, exclude) if fp8 else None
-        self.num_bytes = weight_bytes(self.mapping)
+        if (source / DIGESTS).is_file():
+            stored_digests(source)
+        StoredWeights(source / MEGATRON).check(list(places_of(self.mapping).values()))
+        specs = self.fp8.specs if self.fp8 else self.mapping.hf_spec()
+        self.num_bytes = sum(map(num_bytes, specs))
+        self.work_bytes = weight_bytes(self.mapping) * (2 if verify else 1)
 
     def run(self, out: Path, workers: Workers) -> None:
         publish(out, workers, self.num_bytes, lambda folder: self._write(folder, workers))
@@ -201,7 +219,8 @@ class Quantisation:
             raise DataError(f"{source} is in FP8 already: {why}")
         check_complete(self.checkpoint, spec)
         self.specs = {s.name: s for s in self.mapping.hf_spec()}
-        self.num_bytes = sum(map(num_bytes, self.specs.values()))
+        self.num_bytes = sum(map(num_bytes, self.fp8.specs))
+        self.work_bytes = sum(map(num_bytes, self.specs.values()))
 
     def run(self, out: Path, workers: Workers) -> None:
         publish(out, workers, self.num_bytes, lambda folder: self._write(folder, workers))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-from megarl.convert import Import, add_arguments, perform, tool
+from megarl.convert import Import, add_arguments, launched, perform, tool
 from megarl.convert_display import show_mapping
 
 
@@ -28,7 +28,8 @@ def convert(
 ) -> None:
     conversion = Import(source, allow_missing, verify=verify)
     perform(conversion, out, threads, timeout_s)
-    print(f"{out}: {len(conversion.checkpoint.names())} tensors from {source}")
+    if launched()[0] == 0:
+        print(f"{out}: {len(conversion.checkpoint.names())} tensors from {source}")
 
 
 def main() -> int:
@@ -45,8 +46,11 @@ def main() -> int:
     args = parser.parse_args()
 
     def work() -> None:
+        rank, processes = launched()
         if args.dry_run:
-            show_mapping(Import(args.source, args.allow_missing).mapping)
+            conversion = Import(args.source, args.allow_missing)
+            if rank == 0:
+                show_mapping(conversion.mapping, processes)
         else:
             shared = args.threads, args.timeout_s
             convert(args.source, args.out, args.allow_missing, *shared, verify=args.verify)

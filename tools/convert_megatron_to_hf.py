@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.convert import Export, add_arguments, perform, tool
+from megarl.convert import Export, add_arguments, launched, perform, tool
 from megarl.convert_display import show_fp8, show_mapping
 from megarl.models.fp8_export import SCALES
 
@@ -30,7 +30,8 @@ def convert(
     verify: bool = False,
 ) -> None:
     perform(Export(source, fp8, exclude, verify=verify), out, threads, timeout_s)
-    print(f"{out}: from {source}")
+    if launched()[0] == 0:
+        print(f"{out}: from {source}")
 
 
 def main() -> int:
@@ -53,10 +54,12 @@ def main() -> int:
     fp8 = args.fp8, args.fp8_exclude
 
     def work() -> None:
+        rank, processes = launched()
         if args.dry_run:
             export = Export(args.source, *fp8)
-            show_mapping(export.mapping)
-            if export.fp8 is not None:
+            if rank == 0:
+                show_mapping(export.mapping, processes)
+            if rank == 0 and export.fp8 is not None:
                 show_fp8(export.fp8)
         else:
             shared = args.threads, args.timeout_s

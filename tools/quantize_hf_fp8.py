@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.convert import Quantisation, add_arguments, perform, tool
+from megarl.convert import Quantisation, add_arguments, launched, perform, tool
 from megarl.convert_display import show_fp8
 from megarl.models.fp8_export import SCALES
 
@@ -28,7 +28,8 @@ def quantize(
 ) -> None:
     work = Quantisation(source, scales, exclude)
     perform(work, out, threads, timeout_s)
-    print(f"{out}: {len(work.fp8.codes)} of {len(work.specs)} tensors of {source} in FP8")
+    if launched()[0] == 0:
+        print(f"{out}: {len(work.fp8.codes)} of {len(work.specs)} tensors of {source} in FP8")
 
 
 def main() -> int:
@@ -46,7 +47,9 @@ def main() -> int:
     def work() -> None:
         fp8 = args.scales, args.exclude
         if args.dry_run:
-            show_fp8(Quantisation(args.source, *fp8).fp8)
+            conversion = Quantisation(args.source, *fp8)
+            if launched()[0] == 0:
+                show_fp8(conversion.fp8)
         else:
             quantize(args.source, args.out, *fp8, args.threads, args.timeout_s)
 

@@ -17,6 +17,7 @@ from megarl.checkpoint.digests import DIGESTS
 from megarl.checkpoint.manager import (
     CRITIC,
     CRITIC_MODEL,
+    HF,
     LOOP,
     MEGATRON,
     MODEL,
@@ -122,13 +123,20 @@ def compare(first: Path, second: Path) -> list[str]:
             ]
     ones, others = parts_of(first), parts_of(second)
     if "" in ones or "" in others:  # a part by itself: of a whole one, its weights
-        ones, others = ({"": p.get("", p.get(MEGATRON, first))} for p in (ones, others))
+        ones, others = {"": _weights(first, ones)}, {"": _weights(second, others)}
     for name in sorted(ones.keys() | others.keys()):
         if name not in ones or name not in others:
             lines.append(f"{name}: only in {first if name in ones else second}")
         else:
             lines += _compare_parts(name, ones[name], others[name])
     return lines
+
+
+def _weights(checkpoint: Path, parts: dict[str, Path]) -> Path:
+    found = parts.get("", parts.get(MEGATRON))
+    if found is None:
+        raise DataError(f"{checkpoint} holds no {MEGATRON}; name its {' or '.join(parts)} instead")
+    return found
 
 
 def _compare_parts(name: str, first: Path, second: Path) -> Iterator[str]:
@@ -167,12 +175,17 @@ def content_digest(folder: Path, key: str, tensor: StoredTensor) -> str:
 def check(checkpoint: Path) -> list[str]:
     """Everything that is wrong with a checkpoint: chunks that leave out a part of a tensor or
     overlap, files that are missing or too short, bytes that are not those of the checksums, and
-    tensors of the model that are not there.
+    tensors of the model, or parts of the whole, that are not there.
     """
     faults = []
     if (checkpoint / DIGESTS).is_file():
         faults += _said(lambda: stored_digests(checkpoint))
-    for name, folder in parts_of(checkpoint).items():
+    parts = parts_of(checkpoint)
+    if "" not in parts:
+        needed = (f"{MEGATRON}/{FORMAT}", f"{HF}/config.json")
+        gone = [file for file in needed if not (checkpoint / file).is_file()]
+        faults += [f"{checkpoint / file} is missing" for file in gone]
+    for name, folder in parts.items():
         try:
             metadata = read_metadata(folder)
         except DataError as e:

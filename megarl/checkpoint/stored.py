@@ -5,6 +5,7 @@ file it lies and where. Chunks are as the ranks that wrote them had them.
 """
 
 import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,6 +109,8 @@ def read_chunk(folder: Path, key: str, chunk: StoredChunk, into: Tensor | None =
         tensor = load_chunk(path, where.begin, where.length, into)
     except OSError as e:
         raise DataError(f"{what} cannot be read ({e.strerror or e})") from e
+    except pickle.UnpicklingError as e:  # whose text is about trust
+        raise DataError(f"{what} is damaged (not the pickle of a tensor)") from e
     except Exception as e:  # whatever readers of zip files, pickles and tensors raise
         raise DataError(f"{what} is damaged ({str(e).partition(chr(10))[0]})") from e
     if tensor.numel() != math.prod(chunk.sizes):

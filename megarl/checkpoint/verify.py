@@ -43,7 +43,7 @@ from megarl.ops.digest import digest
 # the order of sums, some 1e-6 of a small model. A term that is wrong makes 1e-2 or more.
 TOLERANCE = 1e-3
 _TOKENS = 32
-_TIMEOUT_S = 3600
+_TIMEOUT_S = 800  # for each side: other processes wait for both, 1800 s if not told otherwise
 _HERE = Path(__file__).parent.parent.parent
 
 
@@ -185,10 +185,13 @@ def compare_logprobs(weights: Path, hf: Path, spec: ModelSpec, available: int | 
         return f"log-probs: not compared: {reason}"
     length = min(_TOKENS, spec.max_positions)
     tokens = [str((i * i * 7919 + 31 * i + 1) % spec.vocab) for i in range(length)]
-    theirs, said = _logprobs("transformers", str(hf.resolve()), *tokens)
-    if theirs is None:
-        return f"log-probs: not compared: transformers cannot load {hf}: {said}"
-    ours, said = _logprobs("megatron", str(weights.resolve()), str(hf.resolve()), *tokens)
+    try:
+        theirs, said = _logprobs("transformers", str(hf.resolve()), *tokens)
+        if theirs is None:
+            return f"log-probs: not compared: transformers cannot load {hf}: {said}"
+        ours, said = _logprobs("megatron", str(weights.resolve()), str(hf.resolve()), *tokens)
+    except _SlowError as e:
+        return f"log-probs: not compared: {e}"
     if ours is None:
         raise DataError(f"{weights}: Megatron cannot compute with it: {said}")
     try:
@@ -224,6 +227,10 @@ def available_memory() -> int:
     return min(found + ([soft] if soft != resource.RLIM_INFINITY else []))
 
 
+class _SlowError(Exception):
+    """A model takes too long for others to wait for it."""
+
+
 def _obstacle(hf: Path, spec: ModelSpec, available: int) -> str | None:
     for package in ("megatron", "transformers"):
         if importlib.util.find_spec(package) is None:
@@ -244,8 +251,8 @@ def _logprobs(*arguments: str) -> tuple[list[float] | None, str]:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, cwd=_HERE
         )
-    except subprocess.TimeoutExpired:
-        return None, f"no answer within {_TIMEOUT_S} s"
+    except subprocess.TimeoutExpired as e:
+        raise _SlowError(f"no answer by {arguments[0]} within {_TIMEOUT_S} s") from e
     said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode:
         return None, said

@@ -109,17 +109,24 @@ class Workers:
                 except BaseException as e:
                     errors.append(e)
 
-        others = [
-            threading.Thread(target=work, args=(Thread(number, Memory(), large),))
-            for number in range(1, self.threads)
-        ]
-        for other in others:
-            other.start()
+        ended = [threading.Event() for _ in range(1, self.threads)]
+
+        def work_beside(number: int) -> None:
+            try:
+                work(Thread(number, Memory(), large))
+            finally:
+                ended[number - 1].set()
+
+        for number in range(1, self.threads):
+            threading.Thread(target=work_beside, args=(number,)).start()
         try:
             work(Thread(0, Memory(), large))
-        finally:
-            for other in others:
-                other.join()
+            for end in ended:
+                end.wait()
+        except BaseException as e:  # a signal, between two items or while others end
+            errors.append(e)
+            for end in ended:  # a join() that follows an interrupted one would not wait
+                end.wait()
         if errors:
             raise errors[0]
 
@@ -149,7 +156,7 @@ class Workers:
                 dist.send(here, dst=0, group=self.group)
             agree(error, self.group, what)
         except RuntimeError as e:
-            if e is error:
+            if e is error or isinstance(e, RunError):  # of this process, or of another that said so
                 raise
             why = f"has ended or does not answer ({str(e).splitlines()[0]})"
             raise RunError(f"{what}: process {at} {why}") from e

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from megarl.models.hf_fused import fused_name
 from megarl.models.hf_headers import fault_list
 from megarl.models.hf_io import HfCheckpoint, inspect_folder
 from megarl.models.mapping import ModelMapping, mapping_for
@@ -88,8 +89,14 @@ def _tensor_faults(
     found = set(checkpoint.names()) - set(extra)
     there = found | checkpoint.unread
     faults = _allowed_faults(set(allow_missing), set(expected), there)
+    faults += [
+        f"{of} may be missing, but {name}, which repeats it, is there: rename that one"
+        for name, (of, _) in sorted(repeats.items())
+        if of in set(allow_missing) - there and name in there
+    ]
     faults += _without_mtp(there, expected, spec)
     missing = set(expected) - there - set(allow_missing)
+    missing -= {n for n in missing if fused_name(n) in checkpoint.unread}
     faults += [f"missing {name} {list(expected[name])}" for name in sorted(missing)]
     faults += [f"not part of the model: {name}" for name in sorted(found - set(shapes))]
     for name in sorted(found & set(shapes)):

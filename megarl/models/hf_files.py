@@ -5,10 +5,12 @@ model's own Python code: copied as bytes, never imported, and never with the rig
 Weights in whatever format, their indexes and other folders stay behind.
 """
 
+import re
 import shutil
 from pathlib import Path
 
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
+_SUFFIXES = (".json", ".jinja", ".txt", ".tiktoken", ".bpe", ".vocab", ".spm", ".py", ".md")
+_TOKENIZER = re.compile(r".*\.model(\.v\d+(m\d+)?)?")  # Mistral numbers its versions
 _NAMES = ("LICENSE", "LICENCE", "NOTICE", "README", "USE_POLICY", "COPYING")  # whatever follows
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 _TEMPLATES = "additional_chat_templates"
@@ -33,4 +35,6 @@ def copy_beside(source: Path, target: Path) -> None:
 def _is_kept(name: str) -> bool:
     if name.startswith(".") or name.endswith(_WEIGHTS):
         return False
-    return name.endswith(_SUFFIXES) or name.upper().startswith(_NAMES)
+    if name.endswith(_SUFFIXES) or _TOKENIZER.fullmatch(name):
+        return True
+    return name.upper().startswith(_NAMES)

@@ -158,7 +158,7 @@ def _read_file(path: Path, found: Headers) -> dict[str, Place] | None:
         except DataError as e:
             found.faults.append(str(e))
             found.unread.add(name)
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
             found.faults.append(f"{path}: the header is damaged at tensor {name} ({e!r})")
             return None
         spans.append((begin, end, name))

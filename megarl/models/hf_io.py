@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.errors import DataError
 from megarl.models.config_json import read_object
 from megarl.models.hf_fp8 import SCALE, Fp8Blocks, quantization_problems, scale_faults
-from megarl.models.hf_fused import split_fused
+from megarl.models.hf_fused import fused_faults, split_fused
 from megarl.models.hf_headers import Place, fault_list, read_headers
 from megarl.ops.fp8_block import fp8_block_dequant
 
@@ -147,6 +147,7 @@ def inspect_folder(hf_dir: Path) -> tuple[HfCheckpoint, list[str]]:
     faults = headers.faults + [f"{folder / 'config.json'}: {problem}" for problem in problems]
     if not problems:
         faults += scale_faults(headers.places, headers.unread, blocks)
+        faults += fused_faults(headers.places, config, blocks)
     declared = config.get("dtype") or config.get("torch_dtype")
     dtype = torch.bfloat16 if declared == "bfloat16" else torch.float32  # as ``spec.dtype``
     places = split_fused(headers.places, config)

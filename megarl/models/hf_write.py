@@ -22,6 +22,7 @@ from megarl.errors import DataError
 from megarl.models.config_json import read_object
 from megarl.models.hf_files import copy_beside
 from megarl.models.hf_fp8 import KEY, SCALE
+from megarl.models.hf_fused import fused_name
 from megarl.models.hf_headers import DTYPES, INDEX, SINGLE
 from megarl.rundir import sync_path
 from megarl.types import TensorSpec
@@ -63,8 +64,9 @@ class HfWriter:
         files: Mapping[str, str] | None = None,
         max_shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """``files``: in which file a tensor is to be, by name; others go where the one before them
-        is. Without it, as many files as ``max_shard_bytes`` makes of them.
+        """``files``: in which file a tensor is to be, by its name, or by that of the fused one that
+        held it; others go where the one before them is. Without it, as many files as
+        ``max_shard_bytes`` makes of them.
 
         Raises DataError for a tensor that is announced twice, or of a dtype that files have not,
         and for a file that is not one of ``folder``.
@@ -234,14 +236,15 @@ def _check(specs: Sequence[TensorSpec]) -> None:
 def _as_before(
     specs: Sequence[TensorSpec], files: Mapping[str, str]
 ) -> dict[str, list[TensorSpec]]:
-    order = {file: None for file in files.values()}
-    for file in order:
-        if Path(file).name != file or not file.endswith(".safetensors"):
+    for file in files.values():
+        plain = isinstance(file, str) and Path(file).name == file
+        if not plain or not file.endswith(".safetensors"):
             raise DataError(f"tensors cannot be in {file!r}; accepted: names ending .safetensors")
-    groups: dict[str, list[TensorSpec]] = {file: [] for file in order}
-    file = next(iter(order))
+    groups: dict[str, list[TensorSpec]] = {file: [] for file in files.values()}
+    file = next(iter(groups))
     for spec in specs:
-        file = files.get(spec.name, file)
+        own = files.get(spec.name) or files.get(fused_name(spec.name) or "")
+        file = own or file
         groups[file].append(spec)
     return {file: group for file, group in groups.items() if group}
 

@@ -3,9 +3,12 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +103,8 @@ def test_where_one_process_fails_all_raise_and_nothing_appears(
     ways = [(way, source, tmp_path / "out")]
     said = pool.run(WORK, world=2, ways=ways, threads=2, fails=fails)
     assert said[fails] == ["OSError: [Errno 28] No space left on device"]
-    assert "writing weights failed on rank" in said[1 - fails][0]
-    assert f"rank {fails}: OSError" in said[1 - fails][0]
+    why = f"rank {fails}: OSError: [Errno 28] No space left on device"
+    assert said[1 - fails] == [f"RunError: writing weights failed on {why}"]
     assert [p.name for p in tmp_path.iterdir()] == (["there"] if way == "export" else [])
     assert pool.run(WORK, world=2, ways=ways, threads=1) == [[None], [None]]  # begun again
 
@@ -149,8 +152,10 @@ def test_a_process_that_is_killed_is_named_and_nothing_appears(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", ""])
-def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["../a.safetensors", "/tmp/a.safetensors", "a.bin", "", 5, None, ["a.safetensors"]]
+)
+def test_files_that_a_checkpoint_names_are_its_folders(tmp_path: Path, file: Any) -> None:
     specs = [TensorSpec("a", (2,), "float32")]
     with pytest.raises(DataError, match="cannot be in"):
         HfWriter(tmp_path, specs, files={"a": file})
@@ -235,6 +240,53 @@ def test_the_first_error_ends_the_work() -> None:
     with pytest.raises(DataError, match="bad"):
         Workers(threads=3).run([Item(str(k), 1) for k in range(1000)], do)
     assert len(begun) <= 3
+
+
+@pytest.mark.parametrize("at", ["between two items", "while others end"])
+def test_a_signal_ends_the_work_of_every_thread(at: str) -> None:
+    """Wherever the first thread is then; nothing is begun after, nothing left half done."""
+    main, begun, done = threading.get_ident(), list[str](), list[str]()
+    others, told = threading.Event(), threading.Event()
+
+    class Items(list[Item]):
+        """The first thread is hit when it takes its second item."""
+
+        def __iter__(self) -> Iterator[Item]:
+            self.left = super().__iter__()
+            return self
+
+        def __next__(self) -> Item:
+            if threading.get_ident() == main and others.is_set():
+                told.set()
+                raise SystemExit(143)
+            return next(self.left)
+
+    def do(item: Item, thread: Thread) -> None:
+        begun.append(item.name)
+        if threading.get_ident() == main:
+            others.wait(20)
+        else:
+            others.set()
+            assert told.wait(20)
+            time.sleep(0.2)
+        done.append(item.name)
+
+    def stop() -> None:
+        told.set()
+        sys.exit(143)
+
+    items: Sequence[Item] = Items(Item(str(k), 1) for k in range(20))
+    if at == "while others end":
+        items = items[:2]
+        handler = signal.signal(signal.SIGALRM, lambda *_: stop())
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(SystemExit):
+            Workers(threads=2).run(items, do)
+    finally:
+        if at == "while others end":
+            signal.signal(signal.SIGALRM, handler)
+    assert sorted(begun) == sorted(done) and 1 <= len(begun) <= 2
 
 
 # --- what may be missing, what is shown -----------------------------------------------------------

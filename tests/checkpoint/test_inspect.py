@@ -333,3 +333,21 @@ def test_what_cannot_be_compared_is_an_error(sound: Path, spoilable: Path, spoil
     spoil(spoilable)
     with pytest.raises(DataError):
         compare(spoilable, Path(shutil.copytree(spoilable, spoilable.with_name("same"))))
+
+
+def test_a_part_is_not_compared_with_itself_where_the_other_has_none(
+    sound: Path, checkpoint: Path
+) -> None:
+    (checkpoint / "megatron").rename(checkpoint / "reference")
+    for one, other in ((sound / "megatron", checkpoint), (checkpoint, sound / "megatron")):
+        with pytest.raises(DataError, match="holds no megatron; name its reference instead"):
+            compare(one, other)
+    assert compare(sound / "megatron", checkpoint / "reference") == []
+
+
+@pytest.mark.parametrize("gone", ["megatron", "hf"])
+def test_what_a_whole_checkpoint_lacks_is_named(checkpoint: Path, gone: str) -> None:
+    shutil.copytree(checkpoint / "megatron", checkpoint / "reference")
+    (checkpoint / gone).rename(checkpoint.parent / "gone")
+    inside = {"megatron": "metadata.json", "hf": "config.json"}[gone]
+    assert f"{checkpoint / gone / inside} is missing" in check(checkpoint)

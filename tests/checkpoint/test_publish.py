@@ -1,9 +1,12 @@
 """A folder that is being made appears whole or not at all, whatever ends its making."""
 
+import fcntl
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,3 +101,77 @@ def test_two_at_once_are_refused_and_a_killed_one_is_begun_again(
     assert not out.exists()
     publish(out, ALONE, 1, write_one)
     assert names(out) == ["weights"] and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_is_followed(tmp_path: Path, there: bool) -> None:
+    real, link = tmp_path / "disk" / "real", tmp_path / "link"
+    (real if there else real.parent).mkdir(parents=True)
+    link.symlink_to(real)
+    publish(link, ALONE, 1, write_one)
+    assert names(real) == ["weights"] and names(real.parent) == ["real"]
+    assert link.is_symlink() and names(tmp_path) == ["disk", "link"]
+
+
+def test_the_current_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    publish(Path("."), ALONE, 1, write_one)
+    assert names(tmp_path / "out") == ["weights"] and names(tmp_path) == ["out"]
+
+
+def test_places_where_nothing_can_be_made_are_found_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    for place in (tmp_path / "file" / "out", tmp_path / ("x" * 250)):
+        with pytest.raises(DataError, match=rf"{place} cannot be made: "):
+            publish(place, ALONE, 1, write_one)
+    with pytest.raises(DataError, match="/ already exists"):
+        publish(Path("/"), ALONE, 1, write_one)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "out")
+    with pytest.raises(DataError, match="out is where a disk is mounted"):
+        publish(tmp_path / "out", ALONE, 1, write_one)
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_has_come_to_be_there_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write(folder: Path) -> None:
+        write_one(folder)
+        out.mkdir()
+        (out / "mine").write_bytes(b"mine")
+
+    with pytest.raises(DataError, match="out cannot be made: Directory not empty; was it made"):
+        publish(out, ALONE, 1, write)
+    assert names(out) == ["mine"] and names(tmp_path) == ["out"]
+
+
+def test_a_lock_file_of_one_that_has_ended_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends between another's opening and locking of its file, and a third takes a new one."""
+    lock, flock = tmp_path / ".out.lock", fcntl.flock
+
+    def late(handle: int, how: int) -> None:
+        lock.unlink()
+        lock.write_bytes(b"third")
+        (tmp_path / ".out.part").mkdir()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(DataError, match="out is being written by another"):
+        publish(tmp_path / "out", ALONE, 1, write_one)
+    assert names(tmp_path) == [".out.lock", ".out.part"] and lock.read_bytes() == b"third"
+
+
+def test_where_processes_do_not_meet_after_preparing_nothing_stays(tmp_path: Path) -> None:
+    class Lost(Workers):
+        def first(self, what: str, do: Callable[[], Any]) -> Any:
+            do()
+            raise RunError("process 1 has ended")
+
+    with pytest.raises(RunError, match="process 1 has ended"):
+        publish(tmp_path / "out", Lost(), 1, write_one)
+    assert names(tmp_path) == []

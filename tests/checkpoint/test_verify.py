@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megarl.checkpoint import verify
 from megarl.checkpoint.digests import DIGESTS, Digests, digests_json
 from megarl.checkpoint.streamed import write_weights
 from megarl.checkpoint.verify import (
@@ -354,6 +355,16 @@ def test_what_does_not_fit_into_memory_is_not_compared(plain: Path, plain_checkp
     weights, spec = plain_checkpoint / "megatron", read_spec(plain)
     line = compare_logprobs(weights, plain, spec, available=needed - 1)
     assert line.startswith("log-probs: not compared: twice the weights in float32 do not fit")
+
+
+def test_a_model_that_takes_too_long_is_not_compared(
+    plain: Path, plain_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slow is not wrong: the conversion is published."""
+    weights, spec = plain_checkpoint / "megatron", read_spec(plain)
+    monkeypatch.setattr(verify, "_TIMEOUT_S", 0.01)
+    line = compare_logprobs(weights, plain, spec)
+    assert line == "log-probs: not compared: no answer by transformers within 0.01 s"
 
 
 def test_fp8_is_not_compared(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ def raw_header(file: Path) -> dict[str, tuple[str, list[int], bytes]]:
     }
 
 
-def quantised(source: Path, out: Path) -> tuple[Path, Tensors]:
-    """The model with its projections in codes, blocks of 16 x 24; and the values they have."""
+def quantised(source: Path, out: Path, block: tuple[int, int] = (16, 24)) -> tuple[Path, Tensors]:
+    """The model with its projections in codes, in blocks; and the values they have."""
     folder = shutil.copytree(source, out)
     tensors = load_file(folder / "model.safetensors")
     values = dict(tensors)
@@ -82,12 +82,12 @@ def quantised(source: Path, out: Path) -> tuple[Path, Tensors]:
             shape = tuple(tensors[name].shape)
             codes, scale = (
                 finite_codes(shape, seed),
-                some_scales(grid(shape, (16, 24)), seed, torch.float32),
+                some_scales(grid(shape, block), seed, torch.float32),
             )
             tensors |= {name: as_codes(codes), f"{name}_scale_inv": scale}
-            values[name] = torch.from_numpy(by_entry(codes, scale, (16, 24)))
+            values[name] = torch.from_numpy(by_entry(codes, scale, block))
     save_file(tensors, folder / "model.safetensors")
-    edit_config(folder, quantization_config={**BLOCKS, "weight_block_size": [16, 24]})
+    edit_config(folder, quantization_config={**BLOCKS, "weight_block_size": list(block)})
     return folder, values
 
 

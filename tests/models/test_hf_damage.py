@@ -250,6 +250,29 @@ def test_tensors_may_be_missing_by_name_only(saved: Saved, tmp_path: Path) -> No
     assert "lm_head.weight may be missing, but is there" in str(error.value)
 
 
+def test_a_tensor_whose_copy_is_there_is_not_missing(saved: Saved, tmp_path: Path) -> None:
+    """Zeros would take the place of values that the folder has."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors[head] = tensors.pop(embedding)
+
+    folder = edited_tensors(saved("dense_tied"), tmp_path / "m", rename)
+    with pytest.raises(DataError, match=f"1 fault.*\n.*{embedding} may be missing, but {head}"):
+        open_model(folder, read_spec(folder), allow_missing=[embedding])
+
+
+def test_a_header_with_places_that_are_no_numbers(sharded: Path) -> None:
+    file = shard_of(sharded, SOME)
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    header[SOME]["data_offsets"][1] = float("inf")
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:])
+    assert f"{file}: the header is damaged at tensor {SOME}" in refusal(sharded)
+
+
 # ---- completeness --------------------------------------------------------------------------------
 
 

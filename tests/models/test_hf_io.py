@@ -28,9 +28,16 @@ Saved = Callable[[str], Path]
 BESIDE = (
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"),
     *("tiktoken.model", "qwen.tiktoken", "LICENSE-MODEL", "README.md"),
+    *("tokenizer.model.v3", "tokenizer.model.v7m1", "sentencepiece.bpe", "spiece.vocab"),
     "additional_chat_templates/tool_use.jinja",
 )
-LEFT = ("pytorch_model.bin", "pytorch_model.bin.index.json", ".secret.json", "original/params.json")
+LEFT = (
+    "pytorch_model.bin",
+    "a.model.bin",
+    "pytorch_model.bin.index.json",
+    ".secret.json",
+    "original/params.json",
+)
 SHARD_BYTES = 20_000  # as in the fixture `sharded`
 
 
