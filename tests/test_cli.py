@@ -147,9 +147,9 @@ def test_check_refuses_a_model_that_is_not_supported(
     megarl: Megarl, config_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "model" / "config.json"
-    path.write_text(json.dumps({**MODEL, "model_type": "llama"}))
+    path.write_text(json.dumps({**MODEL, "model_type": "gemma2"}))
     code, _, err = megarl("config", "check", config_file)
-    assert code == 2 and "model_type is llama" in err and "qwen3_moe" in err
+    assert code == 2 and "model_type is gemma2" in err and "qwen3_moe" in err
     path.write_text(json.dumps({**MODEL, "hidden_act": "gelu"}))
     code, _, err = megarl("config", "check", config_file)
     assert code == 2 and "hidden_act" in err and "gelu" in err

@@ -117,8 +117,9 @@ def test_a_folder_that_is_there_is_never_overwritten(
 TOOL = ROOT / "tools" / "quantize_hf_fp8.py"
 LARGEST = 19200 * 1024 * 2  # bytes of the embedding, and of the head
 UNDER = """
-import resource, runpy, sys
+import resource, runpy, signal, sys
 import megarl.convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background ignore
 allowed, tool, *rest = sys.argv[1:]
 size = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmSize")) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + int(allowed),) * 2)
