@@ -44,6 +44,8 @@ def main() -> int:
     parser.add_argument("--verify", action="store_true", help=back)
     add_arguments(parser)
     args = parser.parse_args()
+    if args.dry_run and args.verify:
+        parser.error("--verify has no effect with --dry-run: nothing is written")
 
     def work() -> None:
         rank, processes = launched()

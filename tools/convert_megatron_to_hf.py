@@ -51,6 +51,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.fp8_exclude and not args.fp8:
         parser.error("--fp8-exclude has no effect without --fp8")
+    if args.dry_run and args.verify:
+        parser.error("--verify has no effect with --dry-run: nothing is written")
     fp8 = args.fp8, args.fp8_exclude
 
     def work() -> None:

@@ -59,6 +59,18 @@ def test_a_dry_run_of_several_processes_is_said_once_with_every_share(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", WAYS[:2])
+def test_a_dry_run_verifies_nothing_and_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, name, tmp_path, tmp_path / "out", "--dry-run", "--verify")
+    assert "--verify has no effect with --dry-run" in capsys.readouterr().err
+
+
 def test_a_dry_run_finds_that_a_checkpoint_lacks_weights(
     checkpoint: Path,
     tmp_path: Path,
