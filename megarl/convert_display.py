@@ -82,7 +82,10 @@ def progress(
         return
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), *columns, console=Console(file=stream)
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        console=Console(file=stream),
     ) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda done: bar.advance(task, done)

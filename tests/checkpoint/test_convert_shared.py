@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint.workers import LARGE, Item, Thread, Workers
 from megarl.convert import Export, Import
-from megarl.convert_display import _Lines, show_mapping
+from megarl.convert_display import _Lines, progress, show_mapping
 from megarl.errors import DataError
 from megarl.models.hf_headers import read_headers
 from megarl.models.hf_io import open_checkpoint
@@ -332,6 +332,17 @@ def test_the_mapping_table_has_every_parameter_and_the_bytes_of_the_files(
         config = json.loads((hf / "config.json").read_text())
         last = config["num_hidden_layers"] - 1
         assert f"L 0-{last}" in text or f"L 1-{last}" in text
+
+
+def test_progress_on_a_terminal_shows_a_path_as_it_is() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    with progress("writing a[/b] [red]c", 100, out) as advance:
+        advance(100)
+    assert "writing a[/b] [red]c" in out.getvalue()
 
 
 def test_plain_progress_has_bytes_rate_and_what_is_left() -> None:
