@@ -210,6 +210,8 @@ def _pieces(
         return [(begin + first * row, (last - first) * row)], (last - first, *shape[1:])
     low, high = columns
     assert 0 <= low <= high <= shape[1], (shape, columns)
+    if (low, high) == (0, shape[1]):  # whole rows lie together
+        return _pieces(begin, shape, size, rows, None)
     column = math.prod(shape[2:]) * size
     starts = range(begin + first * row + low * column, begin + last * row + low * column, row or 1)
     wanted = (high - low) * column
