@@ -27,6 +27,14 @@ from megarl.installed import Installed
 
 _SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size")
 _WITHOUT_GROUP = ("reinforce_pp", "gae")  # advantages of a sample by itself
+# By model_type, what SGLang 0.5.23 starts with and computes as if it were the value here
+_SGLANG_TAKES: dict[str, dict[str, object]] = {
+    "qwen3_moe": {
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+    },
+}
 _SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
 
 
@@ -65,6 +73,7 @@ def validate(
         *fp8_problems(config, dims, critic_dims),
         *length_problems(config, hf_config),
         *_servers(config),
+        *_served_otherwise(config, hf_config or {}),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
         *(() if packages is None else hardware_problems(config, num_gpus, packages)),
@@ -193,6 +202,18 @@ def _is_server_url(url: str) -> bool:
         return False
     plain = not (parts.query or parts.fragment or parts.username or parts.path.strip("/"))
     return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(port) and plain
+
+
+def _served_otherwise(config: Config, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """A model of which servers would sample another."""
+    if config.run.mode != "rl" or config.rollout.engine != "sglang":
+        return
+    for key, taken in _SGLANG_TAKES.get(hf.get("model_type", ""), {}).items():
+        value = hf.get(key)
+        if value is not None and value != taken:
+            found = f"{config.model.hf}, whose {key} is {value}"
+            accepted = f"{taken}, which SGLang takes it for whatever it is; or engine=embedded"
+            yield Problem("model.hf with rollout.engine=sglang", found, accepted)
 
 
 def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:

@@ -164,6 +164,7 @@ VALID = [
     Case([], {}, hf={"intermediate_size": 97}),  # of dense layers, which this model does not have
 ]
 
+SGLANG = ["rollout.engine=sglang", "rollout.server_command=[python]"]
 FIRST, LAST = "parallel.first_layers=", "parallel.last_layers="
 LAYOUT = [
     Case([], {"parallel": ["tp 2 * pp 2 * cp 1 * dp 2 = 8", "ranks, 16"]}, world_size=16),
@@ -181,6 +182,18 @@ LAYOUT = [
     Case(["parallel.etp=2"], {"parallel.etp": ["2", "moe_intermediate_size = 49"]},
          hf={"moe_intermediate_size": 49}),
     Case([], {"parallel.pp": ["2", "num_hidden_layers = 5 (1, 5)"]}, hf={"num_hidden_layers": 5}),
+    *(
+        Case(SGLANG, {"model.hf with rollout.engine=sglang": [f"{key} is {value}", "embedded"]},
+             hf={"model_type": "qwen3_moe", key: value})
+        for key, value in (
+            ("mlp_only_layers", [0]), ("mlp_only_layers", [1, 2]), ("decoder_sparse_step", 2),
+            ("tie_word_embeddings", True),
+        )
+    ),
+    Case(SGLANG, {}, hf={"model_type": "qwen3_moe", "mlp_only_layers": [],
+                         "decoder_sparse_step": 1, "tie_word_embeddings": False}),
+    Case(SGLANG, {}, hf={"model_type": "qwen3", "tie_word_embeddings": True}),
+    Case([], {}, hf={"model_type": "qwen3_moe", "tie_word_embeddings": True}),
     Case([], {"model.hf": ["model, whose weights are quantised", "bf16", "convert_megatron_to_hf"]},
          hf={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
     Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
