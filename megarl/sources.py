@@ -35,6 +35,7 @@ from megarl.data.recorded import (
 from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError, ServerError
+from megarl.evaluation import Evaluations
 from megarl.hostcomm import agree, broadcast_json
 from megarl.monitor.samples import SampleText
 from megarl.rollout.addresses import address_towards, server_address
@@ -174,11 +175,8 @@ class RolloutSource:
         self.tokenizer = load_tokenizer(config.model.hf, actor.spec.eos_ids)
         assert config.data.prompts is not None, "checked by validate()"
         self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
-        held_out = config.data.heldout if config.eval.every else None
-        self.heldout = self._prompts(held_out) if held_out is not None else []
-        self.answers = {
-            p.id: str(p.payload.get("answer", "")) for p in (*self.stream.items, *self.heldout)
-        }
+        self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
+        self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
         self.collectors = run.nodes.leaders
         self.routing = _replayed(run)
         self.fleet = self._open_fleet(run.stop)
@@ -225,21 +223,8 @@ class RolloutSource:
         return self._push(step)
 
     def evaluate(self, step: int) -> StepMetrics:
-        """Greedy answers to the held-out problems, at the start, every ``eval.every`` steps and at
-        the end.
-        """
-        every, last = self.config.eval.every, self.config.run.steps
-        if not every or (step % every and step != last):
-            return []
-        metrics: StepMetrics = []
-        error: Exception | None = None
-        if self.parallel.rank == 0 and self.collector is not None:
-            try:
-                metrics = self.collector.evaluate(self.heldout, self.config.eval.max_new_tokens)
-            except Exception as e:
-                error = e
-        agree(error, self.parallel.host, "held-out evaluation")
-        return metrics
+        """What ``Evaluations`` of it are due."""
+        return self.evaluations.run(self.collector, step)
 
     def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
         return [

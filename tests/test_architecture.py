@@ -32,6 +32,7 @@ LAYERS = [
         "loop",
         "parts",
         "planning",
+        "evaluation",
         "experience",
         "sources",
         "rounds",

@@ -24,6 +24,8 @@ def file_problems(config: Config) -> Iterator[Problem]:
     if config.run.mode == "rl":
         yield from _jsonl("data.prompts", config.data.prompts)
         yield from _jsonl("data.heldout", config.data.heldout)
+        for i, chosen in enumerate(config.eval.sets):
+            yield from _jsonl(f"eval.sets[{i}].prompts", chosen.prompts)
         yield from _server_files(config)
     elif config.run.mode == "sft":
         yield from _jsonl("data.demonstrations", config.data.demonstrations)

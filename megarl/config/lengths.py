@@ -37,6 +37,10 @@ def _room(config: Config, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
     wanted = dict([longest(config)])
     if config.eval.every and config.data.heldout is not None:
         wanted["eval.max_new_tokens"] = config.eval.max_new_tokens
+    for i, chosen in enumerate(config.eval.sets):
+        own = chosen.max_new_tokens
+        key = "eval.max_new_tokens" if own is None else f"eval.sets[{i}].max_new_tokens"
+        wanted[key] = own or config.eval.max_new_tokens
     for key, tokens in wanted.items():
         if tokens >= context:
             accepted = f"less than rollout.context_length = {context}, minus a prompt"

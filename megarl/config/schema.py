@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.config.algo import AlgoSection
+from megarl.config.evaluation import EvalSection
 from megarl.config.fp8 import Fp8Section
 from megarl.config.megatron import (
     CpuOffloadSection,
@@ -293,12 +294,6 @@ class TrainSection(Section):
     sequence) is left out. raise: the run ends with an error. Either way the rows are kept under
     nonfinite/ in the run directory (docs/nonfinite.md).
     """
-
-
-class EvalSection(Section):
-    every: NonNegative = 0
-    """Steps between held-out evaluations (greedy, by the rollout server); 0: never."""
-    max_new_tokens: Positive = 24
 
 
 class CheckpointSection(Section):

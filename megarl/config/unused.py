@@ -127,14 +127,24 @@ RULES = (
         "leave it out, or rollout.engine=sglang",
     ),
     Rule(
-        lambda c, _: c.run.mode == "rl" and c.data.heldout is None,
+        lambda c, _: (
+            c.run.mode == "rl"
+            and c.data.heldout is None
+            and all(chosen.max_new_tokens for chosen in c.eval.sets)
+        ),
         ("eval.max_new_tokens",),
         "there are no held-out prompts to evaluate on",
         "leave it out, or set data.heldout and eval.every",
     ),
     Rule(
         lambda c, _: c.run.mode == "rl" and c.eval.every == 0,
-        ("data.heldout", "eval.max_new_tokens"),
+        ("data.heldout",),
+        "eval.every=0: there is no evaluation",
+        "leave it out, or set eval.every",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and c.eval.every == 0 and not c.eval.sets,
+        ("eval.max_new_tokens",),
         "eval.every=0: there is no evaluation",
         "leave it out, or set eval.every",
     ),

@@ -69,6 +69,7 @@ def validate(
         *_model("critic.hf", config.critic_hf, critic_hf_config, supported_models, refused),
         *algorithm_problems(config),
         *_batch(config),
+        *_evaluations(config),
         *training_problems(config, dims),
         *fp8_problems(config, dims, critic_dims),
         *length_problems(config, hf_config),
@@ -95,7 +96,8 @@ def _mode(config: Config) -> Iterator[Problem]:
         yield Problem("algo.policy.name", policy, f"{accepted}, as run.mode={mode}")
     if mode != "rl":
         return
-    if config.eval.every and data.heldout is None:
+    unread = all(chosen.every for chosen in config.eval.sets)
+    if config.eval.every and data.heldout is None and unread:
         yield Problem("data.heldout", "nothing", f"a file: eval.every={config.eval.every} reads it")
     prompts, heldout = data.prompts, data.heldout
     if prompts and heldout and prompts.resolve() == heldout.resolve():
@@ -104,6 +106,28 @@ def _mode(config: Config) -> Iterator[Problem]:
         )
     if data.samples_per_prompt == 1 and (reason := _compares_samples(config)):
         yield Problem("data.samples_per_prompt", "1", f"at least 2: {reason}")
+
+
+def _evaluations(config: Config) -> Iterator[Problem]:
+    if config.run.mode != "rl":
+        return
+    trained, sets = config.data.prompts, config.eval.sets
+    for i, chosen in enumerate(sets):
+        key, count = f"eval.sets[{i}]", chosen.samples_per_prompt
+        if any(chosen.name == other.name for other in sets[:i]):
+            yield Problem(f"{key}.name", f"{chosen.name} again", "a name for each set")
+        if trained is not None and chosen.prompts.resolve() == trained.resolve():
+            accepted = "prompts that are never trained on"
+            yield Problem(f"{key}.prompts", "the file of data.prompts", accepted)
+        if not (chosen.every or config.eval.every):
+            yield Problem(f"{key}.every", "nothing", "steps between evaluations, or eval.every")
+        if count > 1 and chosen.temperature == 0:
+            accepted = "1: greedy samples are all the same; or a temperature"
+            yield Problem(f"{key}.samples_per_prompt", str(count), accepted)
+        for k in chosen.pass_at:
+            if not 1 <= k <= count:
+                accepted = f"1 to {key}.samples_per_prompt = {count}"
+                yield Problem(f"{key}.pass_at", str(k), accepted)
 
 
 def _compares_samples(config: Config) -> str | None:

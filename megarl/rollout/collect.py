@@ -11,6 +11,7 @@
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -110,13 +111,31 @@ class RolloutCollector:
                 f"moe.routing_replay=rollout: {error} (SGLang: --enable-return-routed-experts)"
             ) from error
 
-    def evaluate(self, prompts: Sequence[Prompt], max_new_tokens: int) -> StepMetrics:
-        """One greedy response to every prompt."""
-        seeds = sample_seeds(self._settings.seed, 0, prompts, 1)
-        groups = self._ask(prompts, seeds, Sampling(0.0, max_new_tokens), None)
+    def evaluate(
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int,
+        *,
+        area: str = "eval",
+        samples_per_prompt: int = 1,
+        temperature: float = 0.0,
+        pass_at: Sequence[int] = (),
+    ) -> StepMetrics:
+        """By default one greedy response to every prompt. Metrics are ``{area}/*``; accuracy is
+        mean@n. Seeds are the same in every evaluation, and of no training step.
+        """
+        seeds = sample_seeds(self._settings.seed, 0, prompts, samples_per_prompt)
+        groups = self._ask(prompts, seeds, Sampling(temperature, max_new_tokens), None)
         samples = self._samples(prompts, groups)
-        components = component_metrics(samples, self._reward_names, "eval")
-        return rollout_metrics(samples, "eval") + components
+        metrics = rollout_metrics(samples, area)
+        metrics += component_metrics(samples, self._reward_names, area)
+        counts = [0] * len(prompts)
+        for sample in samples:
+            counts[sample.group] += sample.correct
+        for k in pass_at:
+            passed = sum(pass_at_k(samples_per_prompt, count, k) for count in counts)
+            metrics.append(Metric(f"{area}/pass@{k}", Mean(passed, len(prompts))))
+        return metrics
 
     def close(self) -> None:
         async def close_clients() -> None:
@@ -227,6 +246,13 @@ def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
         Metric(f"{area}/tokens", Sum(sum(len(s.tokens) for s in samples))),
         Metric(f"{area}/samples", Sum(count)),
     ]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that one of k of the samples is right, drawn without replacement: 1 - C(n - c, k)
+    / C(n, k) (arXiv:2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def component_metrics(samples: Sequence[Known], names: Sequence[str], area: str) -> StepMetrics:

@@ -67,6 +67,7 @@ WHOLE = {
     },
     "critic": {"parallel": {}},
     "rollout": {"length_stages": [{"max_new_tokens": 1, "until_converged": {}}]},
+    "eval": {"sets": [{"name": "a", "prompts": "p"}]},
 }
 CHOSEN = {
     "algo.policy": "gspo",
@@ -100,7 +101,15 @@ def test_given_keys_are_what_was_set_and_sections_given_without_a_setting() -> N
     given = fields.given_keys(config)
     assert {k: fields.lookup(config, k) for k in given} == given
     assert set(given) == {
-        *("run.dir", "run.steps", "model.hf", "optim.lr", "algo.policy.name", "algo.kl.coef"),
+        *(
+            "eval.sets",
+            "run.dir",
+            "run.steps",
+            "model.hf",
+            "optim.lr",
+            "algo.policy.name",
+            "algo.kl.coef",
+        ),
         *("precision.fp8", "optim.precision_aware", "optim.cpu_offload"),
         *("algo.kl.adaptive.target", "algo.kl.adaptive.horizon", "algo.entropy.name"),
         *("algo.correction", "algo.opsm.delta", "algo.value", "algo.dynamic_sampling"),

@@ -67,6 +67,10 @@ def unused(overrides: list[str], experts: int | None = 8) -> dict[str, str]:
         (RL, "rollout.server_args=[a]", "or rollout.engine=sglang"),
         (RL, "eval.max_new_tokens=9", "no held-out prompts"),
         (RL, "data.heldout=/h", "there is no evaluation"),
+        (
+            [*RL, "eval.sets=[{name: a, prompts: /p, every: 1, max_new_tokens: 5}]"],
+            *("eval.max_new_tokens=9", "no held-out prompts"),
+        ),
         (RL, "optim.min_lr_ratio=0.1", "optim.decay_fraction=0"),
     ],
 )

@@ -1,9 +1,6 @@
 """Contradictions: the valid base has none, and each mistake alone gives exactly its problem."""
 
-import json
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,103 +8,7 @@ from megarl.config.files import read_hf_config
 from megarl.config.load import load_config
 from megarl.config.training import optimizer_steps
 from megarl.config.validate import validate
-from megarl.errors import ConfigError
-
-MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "vocab_size": 101,
-    "max_position_embeddings": 128,
-}
-DENSE = {k: v for k, v in MOE.items() if not k.startswith(("num_exp", "moe"))} | {
-    "model_type": "qwen3"
-}
-SUPPORTED = ("gpt_oss", "qwen3", "qwen3_moe")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with everything a run of any mode reads."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(MOE))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_text("x")
-    for name in ("prompts", "heldout", "demonstrations"):
-        (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    (tmp_path / "rollouts").mkdir()
-    for step in range(1, 11):
-        (tmp_path / "rollouts" / f"step_{step}.npz").write_text("x")
-    (tmp_path / "checkpoint" / "megatron").mkdir(parents=True)
-    (tmp_path / "key").write_text("secret")
-    (tmp_path / "old_run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "empty.jsonl").write_text("")
-    return tmp_path
-
-
-def base(place: Path, mode: str) -> list[str]:
-    """A valid run of each mode; the layout has 8 ranks."""
-    common = [f"run.mode={mode}", f"run.dir={place}/run", "run.steps=10", f"model.hf={place}/model"]
-    common += ["optim.lr=1e-4", "parallel={tp: 2, pp: 2, dp: 2, ep: 2}"]
-    if mode == "sft":
-        return [
-            *common,
-            "algo.policy.name=sft",
-            f"data.demonstrations={place}/demonstrations.jsonl",
-        ]
-    common += ["algo.policy.name=gspo"]
-    if mode == "train_only":
-        return [*common, f"data.recorded={place}/rollouts"]
-    return [*common, f"data.prompts={place}/prompts.jsonl"]
-
-
-@dataclass
-class Case:
-    """``set``: overrides on ``mode``'s base. ``expected``: key -> words of found | accepted."""
-
-    set: list[str]
-    expected: dict[str, list[str]]
-    mode: str = "rl"
-    world_size: int | None = 8
-    num_gpus: int = 0
-    hf: dict[str, Any] = field(default_factory=dict)  # changes to MOE
-    dense: bool = False
-
-    def __str__(self) -> str:
-        return " ".join([self.mode, *self.set, *self.hf])
-
-
-def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
-    texts = [x.replace("HERE", str(place)) for x in case.set]
-    config = load_config([], [*base(place, case.mode), *texts])
-    hf = {**(DENSE if case.dense else MOE), **case.hf}
-    try:
-        validate(
-            config,
-            world_size=case.world_size,
-            num_gpus=case.num_gpus,
-            hf_config={k: v for k, v in hf.items() if v is not None},
-            supported_models=SUPPORTED,
-            refused_models={"qwen3_next": "its layers do not run"},
-        )
-    except ConfigError as e:
-        return [(p.key, f"{p.found} | {p.accepted}") for p in e.problems]
-    return []
-
-
-def assert_exactly(case: Case, place: Path) -> None:
-    found = found_problems(case, place)
-    assert sorted(key for key, _ in found) == sorted(case.expected), found
-    for key, text in found:
-        for word in case.expected[key]:
-            assert word in text, text
-
+from tests.config.cases import Case, assert_exactly, base, found_problems
 
 URLS = ["rollout.urls=[http://a:1]", "rollout.key_file=HERE/key"]
 STAGES = "rollout.length_stages="

@@ -30,7 +30,9 @@ def test_a_run_trains_syncs_reports_and_resumes(
     launch: Start, inputs: Inputs, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    settings = ["eval.every=2", "monitor.record_rollouts=true", *TERMS]
+    own = f"prompts: {inputs.data}/heldout.jsonl, every: 3, samples_per_prompt: 2"
+    sets = f"eval.sets=[{{name: own, {own}, temperature: 1.0, pass_at: [1, 2]}}]"
+    settings = ["eval.every=2", sets, "monitor.record_rollouts=true", *TERMS]
     first = launch(inputs.rl(run, "run.steps=3", *settings))
     assert first.wait() == 0, first.text()
     first.assert_nothing_left()
@@ -47,6 +49,11 @@ def test_a_run_trains_syncs_reports_and_resumes(
     # the reference is the model before the first update
     assert abs(metrics[1]["kl/old_policy"]) < 1e-9 < 1e-6 < metrics[3]["kl/old_policy"]
     assert [m["step"] for m in metrics if "eval/accuracy" in m] == [0, 2, 3]
+    assert [m["step"] for m in metrics if "eval/own/accuracy" in m] == [0, 3]
+    for m in (metrics[0], metrics[3]):
+        assert m["eval/own/samples"] == 2 * m["eval/samples"]
+        assert m["eval/own/pass@1"] == pytest.approx(m["eval/own/accuracy"])
+        assert m["eval/own/pass@1"] <= m["eval/own/pass@2"] <= 2 * m["eval/own/pass@1"]
     assert "<img" in (run / "report.html").read_text()
     samples = [json.loads(s) for s in (run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}  # sampled by the weights after step 2

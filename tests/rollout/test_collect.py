@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import threading
 import time
@@ -18,6 +19,7 @@ from megarl.rollout.collect import (
     CollectSettings,
     RolloutCollector,
     component_metrics,
+    pass_at_k,
     sample_seeds,
 )
 from megarl.types import Mean, Metric, Prompt, Scored, VersionSpan
@@ -101,6 +103,36 @@ def test_evaluation_is_greedy(collector: RolloutCollector, reference_a: Referenc
     )
     assert value_of(metrics, "eval/accuracy") == Mean(right, 12)
     assert value_of(metrics, "eval/response_length") == Mean(sum(map(len, answers)), 12)
+
+
+def test_a_set_of_its_own_is_sampled_as_it_says_and_beside_training(
+    collector: RolloutCollector,
+) -> None:
+    """Four samples of every prompt; mean@4 is their accuracy, pass@k is that of subsets of k."""
+    drawn = collector.collect(PROMPTS, 3, NEW).samples
+    given: dict[str, Any] = {"area": "eval/own", "samples_per_prompt": 4, "temperature": 1.0}
+    metrics = collector.evaluate(PROMPTS, NEW, pass_at=(1, 2, 4), **given)
+    assert all(m.name.startswith("eval/own/") for m in metrics)
+    assert metrics == collector.evaluate(PROMPTS, NEW, pass_at=(1, 2, 4), **given)
+    accuracy, one, two, four = (
+        value_of(metrics, f"eval/own/{name}") for name in ("accuracy", "pass@1", "pass@2", "pass@4")
+    )
+    assert isinstance(accuracy, Mean) and accuracy.count == 4 * len(PROMPTS)
+    assert one.total / len(PROMPTS) == pytest.approx(accuracy.total / accuracy.count)
+    assert 0 < one.total < two.total < four.total < len(PROMPTS)
+    assert four.total == int(four.total)  # prompts with a right sample
+    again = collector.collect(PROMPTS, 3, NEW).samples  # a training step is what it was
+    assert [s.tokens.tolist() for s in again] == [s.tokens.tolist() for s in drawn]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples: int) -> None:
+    for correct in range(samples + 1):
+        right = [i < correct for i in range(samples)]
+        for k in range(1, samples + 1):
+            subsets = list(itertools.combinations(right, k))
+            expected = sum(map(any, subsets)) / len(subsets)
+            assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-15)
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, {}, "1"])
