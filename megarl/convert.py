@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     threads = min(8, os.cpu_count() or 1)
     parser.add_argument("--threads", type=_positive, default=threads, help=f"here {threads}")
-    waits = "the longest that one process waits for another; 1800"
+    waits = "the longest that one process waits for another; 1800 (log-probs of --verify: 1600)"
     parser.add_argument("--timeout-s", type=_positive, default=1800, help=waits)
 
 

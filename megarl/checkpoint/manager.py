@@ -18,6 +18,7 @@ replaced by the next.
 """
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +34,8 @@ from megarl.models.dist_metadata import record_checksum
 from megarl.models.hf_files import copy_beside
 from megarl.models.hf_headers import weight_map
 from megarl.rundir import write_json
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(\d+)")
 MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
@@ -86,9 +89,7 @@ class CheckpointManager:
             write_json(part / LOOP, {"step": step, **loop_state})
             for name, model in models.items():
                 write_json(part / name, model)
-            if files := weight_map(hf_files):
-                write_json(part / FILES, files)
-            copy_beside(hf_files, part / HF)
+            self._write_hf_files(hf_files, part)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
             for old in self.complete_steps(self.folder)[: -self.keep]:
@@ -96,6 +97,25 @@ class CheckpointManager:
 
         self._on_rank_zero(publish, "publishing a checkpoint")
         return final
+
+    def _write_hf_files(self, folder: Path, part: Path) -> None:
+        """Of ``folder``; where that is gone since the run began, of the newest checkpoint: a run
+        does not lose its work with it.
+        """
+        if folder.is_dir():
+            if files := weight_map(folder):
+                write_json(part / FILES, files)
+            copy_beside(folder, part / HF)
+            return
+        steps = self.complete_steps(self.folder)
+        before = self.folder / f"step_{steps[-1]}" if steps else None
+        if before is None or not (before / HF).is_dir():
+            log.warning("%s is gone: a checkpoint has no config and tokenizer", folder)
+            return
+        log.warning("%s is gone: its config and tokenizer are taken from %s", folder, before)
+        copy_beside(before / HF, part / HF)
+        if (before / FILES).is_file():
+            shutil.copyfile(before / FILES, part / FILES)
 
     def loop_state(self, step: int) -> dict[str, Any]:
         """What ``save`` got as ``loop_state``. Not collective: every rank reads it."""

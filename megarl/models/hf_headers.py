@@ -96,12 +96,12 @@ def read_headers(folder: Path) -> Headers:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """{tensor: file}, in the order of the files; empty where the folder has no weights, or damaged
-    ones: what only wants to know their names does not fail of that.
+    """{tensor: file}, in the order of the files; empty where the folder has no weights, damaged
+    ones, or none that can be read: what only wants to know their names does not fail of that.
     """
     try:
         headers = read_headers(folder)
-    except DataError:
+    except (DataError, OSError):
         return {}
     places = {} if headers.faults else headers.places
     return {name: place.file.name for name, place in places.items()}

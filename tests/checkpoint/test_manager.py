@@ -270,6 +270,22 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused_before_anything_is_writ
 # --- damaged --------------------------------------------------------------------------------------
 
 
+def test_a_model_folder_that_is_gone_costs_no_checkpoint(saver: Saver) -> None:
+    """Removed while the run goes on: its files are those of the checkpoint before, as often as
+    it takes; and where there is none, weights are kept without them.
+    """
+    first = saver.save(1)
+    (first / "files.json").write_text('{"a": "model.safetensors"}')
+    expected = contents(first / "hf")
+    shutil.rmtree(saver.hf)
+    for step in (2, 3, 3):
+        saved = saver.save(step, lambda path: (path / "w").write_bytes(b"w"))
+        assert contents(saved / "hf") == expected and len(expected) == 2
+        assert json.loads((saved / "files.json").read_text()) == {"a": "model.safetensors"}
+    shutil.rmtree(saver.manager.folder)
+    assert not (saver.save(4) / "hf").exists() and saver.steps == [4]
+
+
 @pytest.mark.parametrize(
     "damage", [None, b"", b'{"step": 4', b"[1, 2]", b"\xff\xfe\x00", b"null"], ids=repr
 )

@@ -17,6 +17,7 @@ from megarl.checkpoint.models import (
 from megarl.errors import DataError
 from megarl.models.parts import DeltaNet, Mla, Yarn
 from megarl.models.spec import ModelSpec, read_spec
+from tests.helpers.families import SIGMOID_MOE
 
 COMMON: dict[str, Any] = {
     "hidden_size": 32,
@@ -42,13 +43,7 @@ QWEN = {
     "norm_topk_prob": True,
 }
 SIGMOID = {
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
+    **SIGMOID_MOE,
     "n_group": 4,
     "topk_group": 2,
     "num_nextn_predict_layers": 1,
