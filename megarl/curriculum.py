@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.config.schema import LengthStage
+from megarl.config.rollout import LengthStage
 from megarl.errors import DataError
 
 

@@ -3,11 +3,23 @@ meet.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from megarl.types import Metric, Prompt, Rollouts, Scored, StepMetrics, SyncReceipt, TrainPlan
+from megarl.types import (
+    GroupOutcome,
+    GroupRequest,
+    Member,
+    Metric,
+    Prompt,
+    Push,
+    Sampling,
+    Scored,
+    StepMetrics,
+    TrainPlan,
+)
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -41,11 +53,10 @@ class WeightSink(Protocol):
 
 
 class Transport(Protocol):
-    def connect(self, source: WeightSource, sinks: Sequence[WeightSink]) -> None: ...
-
-    def push(self, version: int) -> SyncReceipt | None:
-        """Collective. The receipt on rank 0, None elsewhere. Raises SyncError; a failed push is
-        never silent.
+    def push(self, version: int, sinks: Sequence[WeightSink]) -> Push:
+        """Whole weights to these servers. Collective; every rank names the same ones in the same
+        order. A server that fails, or does not answer in time, is left out and told of; the others
+        get everything. Raises SyncError where the trainer's own part fails.
         """
         ...
 
@@ -91,16 +102,87 @@ class Critic(Protocol):
 
 
 class Collector(Protocol):
-    def collect(
+    """Samples groups of a node's share in a process of its own, in the background. Calls return at
+    once unless they say otherwise. One caller.
+    """
+
+    def serve_from(self, members: Sequence[Member]) -> None:
+        """The servers that may be asked from now on. What others have is withdrawn from them and
+        asked for elsewhere.
+        """
+        ...
+
+    def issue(self, requests: Sequence[GroupRequest]) -> None:
+        """More groups, behind those that wait."""
+        ...
+
+    def wait(self, count: int, timeout_s: float) -> None:
+        """Blocks until ``count`` outcomes can be taken, or something else is to be told (``take``
+        raises, ``suspects`` is not empty), for at most ``timeout_s``.
+        """
+        ...
+
+    def take(self) -> list[GroupOutcome]:
+        """What has ended since the last call, in the order in which it ended. Raises DataError for
+        a reward that is none, RunError when the process is gone.
+        """
+        ...
+
+    def suspects(self) -> dict[Member, str]:
+        """Servers that failed requests since the last call, and how."""
+        ...
+
+    def recall(self) -> None:
+        """Stop sampling; returns when servers have none of its requests. Groups under way keep
+        what they have, or not, as ``rollout.partial`` says; they go on at ``resume``.
+        """
+        ...
+
+    def resume(self) -> None: ...
+
+    def evaluate(
         self,
         prompts: Sequence[Prompt],
-        step: int,
-        max_new_tokens: int,
+        sampling: Sampling,
         *,
-        earlier: Sequence[Prompt] = (),
-    ) -> Rollouts:
-        """``earlier``: prompts that come before these in the same step, whoever samples them."""
+        area: str,
+        samples_per_prompt: int = 1,
+        pass_at: Sequence[int] = (),
+    ) -> StepMetrics:
+        """Blocks. Metrics are ``{area}/*``; the same seeds every time, of no training step."""
         ...
+
+    def close(self) -> None: ...
+
+
+class Fleet(Protocol):
+    """The rollout servers, as rank 0 watches over them: started, probed, restarted, or only
+    probed. Safe to call from any thread.
+    """
+
+    def members(self) -> list[Member]:
+        """Those that answered when last asked, in an order that lasts."""
+        ...
+
+    def suspect(self, member: Member, reason: str) -> None:
+        """Have it probed now: requests to it failed."""
+        ...
+
+    def give_up(self, member: Member, reason: str) -> None:
+        """It cannot be used as it is (its weights are broken, its answers are garbage): it is no
+        member any more, and restarted if that is ours to do.
+        """
+        ...
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Inside, nobody is probed: servers pause while weights arrive."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Why no server will come any more, if that is so; with what each died of."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Reward(Protocol):
@@ -123,6 +205,7 @@ __all__ = [
     "Bucket",
     "Collector",
     "Critic",
+    "Fleet",
     "Metric",
     "MetricSink",
     "Reward",

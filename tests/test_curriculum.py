@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.config.schema import Convergence, LengthStage
+from megarl.config.rollout import Convergence, LengthStage
 from megarl.curriculum import LengthCurriculum
 from megarl.errors import DataError
 

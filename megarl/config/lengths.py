@@ -9,7 +9,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megarl.config.schema import Config, LengthStage
+from megarl.config.rollout import LengthStage
+from megarl.config.schema import Config
 from megarl.errors import Problem
 
 _STAGES = "rollout.length_stages"

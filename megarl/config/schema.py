@@ -22,6 +22,7 @@ from megarl.config.megatron import (
     RecomputeSection,
     ScheduleSection,
 )
+from megarl.config.rollout import OnFailureSection, RolloutSection
 from megarl.config.section import Above0, NonNegative, Positive, Seconds, Section
 
 
@@ -185,72 +186,6 @@ class DataSection(Section):
     samples_per_prompt: Positive = 8
 
 
-class Convergence(Section):
-    """Mean accuracy of the last ``window`` steps against that of the ``window`` steps before."""
-
-    window: Positive = 20
-    min_gain: Annotated[float, Field(ge=0)] = 0.01
-    """The stage ends when accuracy has risen by less."""
-
-
-class LengthStage(Section):
-    """A stage ends at a step, or when training has converged; the last one has no end."""
-
-    max_new_tokens: Positive
-    until_step: Positive | None = None
-    """Last training step of the stage."""
-    until_converged: Convergence | None = None
-
-
-class RolloutSection(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    urls: tuple[str, ...] = ()
-    """Servers that already run (http://host:port). Empty: the run starts and ends its own."""
-    key_file: Path | None = None
-    """File with the servers' key; default for managed servers: generated into the run directory."""
-    server_tp: Positive = 1
-    """SGLang: tensor-parallel ranks of each server; every one of them receives the weights."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    max_new_tokens: Positive = 16
-    length_stages: tuple[LengthStage, ...] = ()
-    """Response-length curriculum: stage after stage raises ``max_new_tokens``; the last one lasts.
-    Empty: ``max_new_tokens`` throughout.
-    """
-    port: NonNegative = 0
-    """Of a managed server; 0 lets the system choose."""
-    max_running: Positive = 256
-    """Managed embedded server: sequences decoded together."""
-    context_length: Positive = 64
-    """Managed server: prompt + response tokens of the longest sequence."""
-    fixed_shape: bool = True
-    """Managed embedded server: always compute full batches, so that a sample's bits do not depend
-    on its neighbours.
-    """
-    fp8: Literal["none", "f32", "power_of_two"] = "none"
-    """Managed embedded server: compute as a server of FP8 weights does, in blocks of 128 x 128 with
-    scales of this kind, those of activations in 1 x 128. It still receives bf16 (or fp32) weights.
-    docs/fp8-emulation.md.
-    """
-    server_command: tuple[str, ...] = ()
-    """Managed sglang: program and leading arguments, e.g. ["/opt/sglang/bin/python", "-m",
-    "sglang.launch_server"].
-    """
-    server_args: tuple[str, ...] = ()
-    """Managed sglang: further arguments of the server."""
-    start_timeout_s: Seconds = 120.0
-    request_timeout_s: Seconds = 120.0
-    """Deadline of one generate request, retries included."""
-
-    @property
-    def stages(self) -> tuple[LengthStage, ...]:
-        """``length_stages``, or the one stage that the run is without them."""
-        return self.length_stages or (LengthStage(max_new_tokens=self.max_new_tokens),)
-
-    @property
-    def longest_response(self) -> int:
-        return max(stage.max_new_tokens for stage in self.stages)
-
-
 class SyncSection(Section):
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -334,6 +269,7 @@ class Config(Section):
     precision: PrecisionSection = PrecisionSection()
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()
+    on_failure: OnFailureSection = OnFailureSection()
     sync: SyncSection = SyncSection()
     train: TrainSection = TrainSection()
     recompute: RecomputeSection = RecomputeSection()

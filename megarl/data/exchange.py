@@ -29,7 +29,7 @@ from megarl.data.nodes import Nodes
 from megarl.data.packing import Payload
 from megarl.hostcomm import broadcast_bytes
 from megarl.mesh import Mesh
-from megarl.types import Sample, SampleFacts
+from megarl.types import Sample, SampleFacts, VersionSpan
 
 ALL_STAGES = -1
 _DTYPES = {
@@ -251,7 +251,8 @@ def _plain(facts: SampleFacts) -> dict[str, Any]:
         if plain[name] is not None:
             assert plain[name].dtype == dtype, (name, plain[name].dtype)
             plain[name] = base64.b64encode(plain[name].tobytes()).decode()
-    return plain
+    spans = [(s.version, s.start, s.end, s.server) for s in facts.version_spans]
+    return plain | {"version_spans": spans}
 
 
 def _decode(payload: bytes) -> list[SampleFacts]:
@@ -264,4 +265,5 @@ def _facts(plain: dict[str, Any]) -> SampleFacts:
             plain[name] = np.frombuffer(base64.b64decode(plain[name]), dtype).copy()
     routing = plain["routing"]
     plain |= {"brings": tuple(plain["brings"]), "routing": routing and tuple(routing)}
+    plain["version_spans"] = tuple(VersionSpan(*span) for span in plain["version_spans"])
     return SampleFacts(**plain)

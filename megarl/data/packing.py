@@ -119,7 +119,7 @@ def build_row(
     brings: Sequence[str] = (),
     routing: tuple[int, int, str] | None = None,
 ) -> PackedBatch:
-    """The packed row of ``samples[i] for i in indices``, target-aligned (``types.py``).
+    """The packed row of ``samples[i] for i in indices``, target-aligned (``types/``).
 
     Holds what the samples bring (``brings``, ``routing``: of all samples of the step) as far as it
     is here: 0 where a payload has None, and no routing is known there. ``weight`` and

@@ -21,8 +21,10 @@ from megarl.errors import DataError
 from megarl.ops import routing_codec
 from megarl.types import RoutingShape, Sample, VersionSpan
 
-FORMAT = 3
-FORMATS = (1, 2, FORMAT)  # that can be read; 1 has no field of _OPTIONAL, before 3 routing was i32
+FORMAT = 4
+# That can be read. 1 has no field of _OPTIONAL, before 3 routing was i32, before 4 there were
+# neither serials nor servers.
+FORMATS = (1, 2, 3, FORMAT)
 _FILE = re.compile(r"step_(\d+)(?:\.(\d+)-of-(\d+))?\.npz")
 _PER_SAMPLE = ("group", "index", "correct", "truncated")
 _PER_TOKEN = ("tokens", "mask", "rollout_logprobs")
@@ -145,6 +147,10 @@ def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[st
         "spans": np.asarray(
             [(v.version, v.start, v.end) for s in samples for v in s.version_spans], np.int64
         ).reshape(-1, 3),
+        "servers": np.asarray(
+            [v.server for s in samples for v in s.version_spans] or [""], np.str_
+        )[: sum(len(s.version_spans) for s in samples)],
+        "serial": np.asarray([s.serial for s in samples], np.int64),
         "len_routing": np.asarray(
             [-1 if s.routing is None else len(routing[i]) for i, s in enumerate(samples)], np.int64
         ),
@@ -168,9 +174,12 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
     """
     token_parts = {name: _cut(arrays[name], arrays["length"]) for name in _PER_TOKEN}
     rewards = _cut(arrays["rewards"], arrays["num_rewards"])
-    spans = _cut(arrays["spans"], arrays["num_spans"])
+    spans = _spans(arrays)
     routing = _routing(arrays)
     optional = {name: _optional(arrays, name) for name in _OPTIONAL}
+    serials = arrays.get("serial", np.full(len(arrays["length"]), -1))
+    if len(serials) != len(arrays["length"]):
+        raise ValueError(f"{len(serials)} serials of {len(arrays['length'])} samples")
     return [
         Sample(
             prompt_id=str(prompt_id),
@@ -182,16 +191,31 @@ def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:
             rewards=rewards[i],
             correct=bool(arrays["correct"][i]),
             truncated=bool(arrays["truncated"][i]),
-            version_spans=tuple(VersionSpan(*map(int, span)) for span in spans[i]),
+            version_spans=spans[i],
             routing=routing[i],
             trajectory=None if (t := optional["trajectory"][i]) is None else int(t[0]),
             step_rewards=optional["step_rewards"][i],
             step_ends=optional["step_ends"][i],
             values=optional["values"][i],
             ref_logprobs=optional["ref_logprobs"][i],
+            serial=int(serials[i]),
         )
         for i, prompt_id in enumerate(arrays["prompt_id"])
     ]
+
+
+def _spans(arrays: dict[str, NDArray[Any]]) -> list[tuple[VersionSpan, ...]]:
+    numbers = arrays["spans"]
+    servers = arrays.get("servers", np.full(len(numbers), ""))
+    whole = [
+        VersionSpan(int(span[0]), int(span[1]), int(span[2]), str(server))
+        for span, server in zip(numbers, servers, strict=True)
+    ]
+    ends = np.cumsum(arrays["num_spans"])
+    if (arrays["num_spans"] < 0).any() or (ends[-1] if len(ends) else 0) != len(whole):
+        raise ValueError(f"{len(whole)} version spans for {arrays['num_spans'].sum()}")
+    starts = ends - arrays["num_spans"]
+    return [tuple(whole[a:b]) for a, b in zip(starts, ends, strict=True)]
 
 
 def _as_array(value: Any) -> NDArray[Any] | None:

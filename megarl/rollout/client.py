@@ -20,7 +20,6 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from megarl.errors import ServerError
 from megarl.ops.routing_codec import CodecError, narrow
 from megarl.rollout.control import ServerControl, new_session
-from megarl.types import Completion, Finish, RoutingShape, VersionSpan
+from megarl.types import Completion, Finish, RoutingShape, Sampling, VersionSpan
 
 __all__ = ["RolloutClient", "Sampling", "ServerControl"]
 log = logging.getLogger(__name__)
@@ -40,15 +39,6 @@ _BACK_OFF_S = (0.2, 0.6)
 _ABORT_TIMEOUT_S = 2.0
 _LOGPROB_SLACK = 1e-3  # rounding may lift the log-prob of a certain token above 0
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a response is sampled; everything else of SGLang's parameters stays neutral."""
-
-    temperature: float
-    max_new_tokens: int
-    ignore_eos: bool = False
 
 
 class RolloutClient:

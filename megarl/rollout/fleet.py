@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megarl.config.schema import RolloutSection
+from megarl.config.rollout import RolloutSection
 from megarl.errors import ConfigError, Problem, ServerError
 from megarl.rollout.client import RolloutClient
 from megarl.rollout.control import ServerControl

@@ -15,7 +15,8 @@ from megarl.algos.kl import kl_term
 from megarl.algos.mismatch import mismatch_metrics, mismatch_sums
 from megarl.algos.segments import Segments
 from megarl.config.algo import AlgoSection, KlSection
-from megarl.config.schema import Config, RolloutSection
+from megarl.config.rollout import RolloutSection
+from megarl.config.schema import Config
 from megarl.monitor.metrics import reduce_metrics
 from megarl.ops import logprob_entropy
 from megarl.rollout.client import Sampling

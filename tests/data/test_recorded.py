@@ -175,8 +175,8 @@ def test_arrays_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
         np.savez(path, **{**arrays, name: arrays[name][:-1]})
         with pytest.raises(DataError, match=r"step_0\.npz"):
             read_samples(path)
-    np.savez(path, **{**arrays, "format": np.asarray(4)})
-    with pytest.raises(DataError, match="format 4; accepted: 1, 2, 3"):
+    np.savez(path, **{**arrays, "format": np.asarray(5)})
+    with pytest.raises(DataError, match="format 5; accepted: 1, 2, 3, 4"):
         read_samples(path)
 
 

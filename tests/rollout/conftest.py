@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import RolloutSection
+from megarl.config.rollout import RolloutSection
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 

@@ -183,7 +183,7 @@ def test_a_foreign_server_ends_when_its_starter_is_killed(tmp_path: Path) -> Non
     program = f"""
 import time
 from pathlib import Path
-from megarl.config.schema import RolloutSection
+from megarl.config.rollout import RolloutSection
 from megarl.rollout.fleet import start_fleet
 from megarl.rundir import RunDir
 section = RolloutSection.model_validate_json({section.model_dump_json()!r})

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from megarl.config.schema import RolloutSection
+from megarl.config.rollout import RolloutSection
 from megarl.ops import digest_partial_ref, finish
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir

@@ -1,0 +1,36 @@
+"""Weights on their way to servers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor under its Hugging Face name; ``dtype`` like ``"bfloat16"``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class SyncReceipt:
+    """Proof of one weight push: what the trainer sent and every server confirmed before it sampled
+    again.
+    """
+
+    version: int
+    tensors: int
+    num_bytes: int
+    seconds: float
+    digest: str
+
+
+@dataclass(frozen=True)
+class Push:
+    """What became of a push. ``receipt`` is on rank 0, and None where no server was left; ``lost``,
+    on every rank: why, by name, of servers that did not get everything. They sample nothing.
+    """
+
+    receipt: SyncReceipt | None
+    lost: Mapping[str, str] = field(default_factory=dict)
