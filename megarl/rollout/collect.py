@@ -233,7 +233,7 @@ def sample_seed(run_seed: int, step: int, prompt_id: str, index: int) -> int:
     return int.from_bytes(hashlib.sha256(line.encode()).digest()[:8], "big") >> 1
 
 
-def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
+def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
     """Sums and counts over samples, so that collectors' metrics add up."""
     count = len(samples)
     lengths = [sample.trained_tokens for sample in samples]
@@ -243,7 +243,7 @@ def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
         Metric(f"{area}/truncated", Mean(sum(s.truncated for s in samples), count)),
         Metric(f"{area}/response_length", Mean(sum(lengths), count)),
         Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
-        Metric(f"{area}/tokens", Sum(sum(len(s.tokens) for s in samples))),
+        Metric(f"{area}/tokens", Sum(sum(s.length for s in samples))),
         Metric(f"{area}/samples", Sum(count)),
     ]
 

@@ -32,7 +32,7 @@ from megarl.types.samples import (
     GroupOutcome,
     Known,
     OneOfKnown,
-    Rollouts,
+   
     Sample,
     SampleFacts,
     Scored,
@@ -59,7 +59,6 @@ __all__ = [
     "PackedBatch",
     "Prompt",
     "Push",
-    "Rollouts",
     "RoutingShape",
     "Sample",
     "SampleFacts",
