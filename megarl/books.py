@@ -19,8 +19,9 @@ file was; a run that goes on from it forgets the lines after.
 
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,16 @@ def read_books(path: Path) -> Balance:
         except (ValueError, KeyError, TypeError) as e:
             raise DataError(f"{path}:{number}: the books are wrong: {e}") from e
     return Balance({fate: tuple(s) for fate, s in ended.items()}, tuple(sorted(out)), samples)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """``python -m megarl.books RUN``: says what became of a run's groups; 1 where some are out."""
+    balance = read_books(Path(arguments[0]) / "books.jsonl")
+    issued = sum(map(len, balance.ended.values())) + len(balance.out)
+    told = ", ".join(f"{len(serials)} {fate}" for fate, serials in balance.ended.items())
+    print(f"{issued} groups ({balance.samples} samples) issued: {told}, {len(balance.out)} out")
+    return int(not balance.balanced)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

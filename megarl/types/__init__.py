@@ -32,7 +32,6 @@ from megarl.types.samples import (
     GroupOutcome,
     Known,
     OneOfKnown,
-   
     Sample,
     SampleFacts,
     Scored,
