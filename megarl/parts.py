@@ -47,8 +47,8 @@ from megarl.models.spec import ModelSpec, read_spec
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, check_kernels, describe
-from megarl.rundir import RunDir
 from megarl.rollout_source import RolloutSource
+from megarl.rundir import RunDir
 from megarl.sources import DemonstrationSource, RecordedSource, Source, Surroundings
 from megarl.stopping import StopRequest
 from megarl.types import Job

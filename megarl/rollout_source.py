@@ -20,14 +20,13 @@ from megarl.data.recorded import recorded_path, write_samples
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import ServerError
 from megarl.evaluation import Evaluations
-from megarl.hostcomm import agree, any_rank, broadcast_json
+from megarl.hostcomm import agree, any_rank
 from megarl.monitor.samples import SampleText
 from megarl.rollout.addresses import server_address
 from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.rollout.collector_restart import RestartingCollector
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
 from megarl.schedule import SCHEDULES, CollectionSettings
-from megarl.servers import Servers
 from megarl.sources import Surroundings, held_here, replayed
 from megarl.types import Max, Metric, Prompt, StepMetrics
 

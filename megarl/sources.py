@@ -5,7 +5,7 @@ rank only. Methods are collective over all trainer ranks unless said.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol

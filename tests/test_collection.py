@@ -10,7 +10,6 @@ import pytest
 
 from megarl.books import read_books
 from megarl.data.prompts import PromptStream
-from megarl.errors import DataError
 from megarl.types import Prompt
 from tests.helpers.dist import WorkerPool
 
@@ -378,31 +377,3 @@ def test_a_stop_does_not_wait_for_the_next_steps_samples(run: Run) -> None:
     assert first["error"] == [None, None]
     rest = run(first=2, count=3, **settings)
     assert [serials(s) for s in rest["steps"]] == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-# --- the books ------------------------------------------------------------------------------------
-
-GOOD = [
-    '{"step": 1, "event": "issued", "groups": {"0": "a", "1": "b"}, "samples": 2}',
-    '{"step": 1, "event": "trained", "groups": [0]}',
-]
-
-
-@pytest.mark.parametrize(
-    "line, what",
-    [
-        ('{"step": 1, "event": "trained", "groups": [0]}', "group 0 ends .trained. without"),
-        ('{"step": 1, "event": "expired", "groups": [7]}', "group 7 ends .expired. without"),
-        ('{"step": 2, "event": "issued", "groups": {"1": "b"}, "samples": 2}', "1 is issued again"),
-        ('{"step": 2, "event": "issued", "groups": {"0": "b"}, "samples": 2}', "0 is issued again"),
-        ('{"step": 2, "event": "lost", "groups": [1]}', "lost"),
-        ("{", "Expecting"),
-    ],
-)
-def test_books_that_do_not_balance_are_refused(tmp_path: Path, line: str, what: str) -> None:
-    path = tmp_path / "books.jsonl"
-    path.write_text("\n".join(GOOD))
-    assert read_books(path).out == (1,) and read_books(path).samples == 4
-    path.write_text("\n".join([*GOOD, line]))
-    with pytest.raises(DataError, match=rf"books.jsonl:3: .*{what}"):
-        read_books(path)

@@ -1,6 +1,7 @@
 """Worker side of ``test_collection.py``: steps collected from made-up answers, on every rank."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -114,73 +115,78 @@ class NoServers:
         return False
 
 
-def steps(
-    rank: int,
-    folder: str,
-    prompts: Sequence[Prompt],
-    answers: Mapping[str, Any],
-    collectors: Sequence[int],
-    per_step: int,
-    count: int = 1,
-    first: int = 1,
-    schedule: str = "synchronous",
-    max_staleness: int = 1,
-    over_sampling: float = 1.0,
-    max_rounds: int | None = None,
-    tolerant: bool = False,
-    delays: Mapping[str, int] | None = None,
-    names: Mapping[str, tuple[str, ...]] | None = None,
-    keeps: bool = True,
-    total: int | None = None,
-    ends: bool = True,
-    stops_after: int | None = None,
-) -> dict[str, Any]:
+@dataclass
+class Script:
     """Steps ``first`` to ``count`` of a run of ``total``; a ``first`` beyond 1 goes on from what an
     earlier call saved in ``folder``. ``ends``: the run is over then.
     """
+
+    folder: str
+    prompts: Sequence[Prompt]
+    answers: Mapping[str, Any]
+    collectors: Sequence[int]
+    per_step: int
+    count: int = 1
+    first: int = 1
+    schedule: str = "synchronous"
+    max_staleness: int = 1
+    over_sampling: float = 1.0
+    max_rounds: int | None = None
+    tolerant: bool = False
+    delays: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    keeps: bool = True
+    total: int | None = None
+    ends: bool = True
+    stops_after: int | None = None
+
+    def settings(self) -> CollectionSettings:
+        return CollectionSettings(
+            prompts_per_step=self.per_step,
+            samples_per_prompt=SAMPLES,
+            steps=self.total or self.count,
+            temperature=1.0,
+            seed=5,
+            schedule=SCHEDULES[self.schedule],
+            max_staleness=self.max_staleness,
+            over_sampling=self.over_sampling,
+            max_rounds=self.max_rounds,
+            tolerant=self.tolerant,
+        )
+
+
+def steps(rank: int, **arguments: Any) -> dict[str, Any]:
+    """A ``Script`` as this rank sees it."""
+    script = Script(**arguments)
     assert dist.group.WORLD is not None
-    collector = Scripted(answers, delays or {}, names or {}, keeps) if rank in collectors else None
-    stream = PromptStream(prompts, seed=0)
-    Path(folder).mkdir(exist_ok=True)
-    books = Books(Path(folder) / "books.jsonl" if rank == 0 else None, SAMPLES)
-    settings = CollectionSettings(
-        prompts_per_step=per_step,
-        samples_per_prompt=SAMPLES,
-        steps=total or count,
-        temperature=1.0,
-        seed=5,
-        schedule=SCHEDULES[schedule],
-        max_staleness=max_staleness,
-        over_sampling=over_sampling,
-        max_rounds=max_rounds,
-        tolerant=tolerant,
-    )
-    collection = Collection(
-        stream, collector, collectors, dist.group.WORLD, NoServers(), books, settings
-    )
-    taken, error = [], None
-    saved = _SAVED.get(folder)
-    if first > 1:
-        assert saved is not None
+    collector = None
+    if rank in script.collectors:
+        collector = Scripted(script.answers, script.delays, script.names, script.keeps)
+    stream = PromptStream(script.prompts, seed=0)
+    folder = Path(script.folder)
+    folder.mkdir(exist_ok=True)
+    books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
+    about = (dist.group.WORLD, NoServers(), books, script.settings())
+    collection = Collection(stream, collector, script.collectors, *about)
+    if script.first > 1:
+        saved = _SAVED[script.folder]
         if collector is not None:
-            collector.version = first - 1
+            collector.version = script.first - 1
         stream.load_state(saved["stream"])
-        collection.load_state(saved["collection"], Path(folder) / "ready", first - 1)
-    step = first - 1
+        collection.load_state(saved["collection"], folder / "ready", script.first - 1)
+    taken, error = [], None
+    step = script.first - 1
     try:
-        for step in range(first, count + 1):
-            collection.max_new_tokens = 10 * step
-            found = collection.take(step)
-            taken.append(_plain(found))
-            collection.before_push(step, stopping=lambda at=step: at == stops_after)
+        for step in range(script.first, script.count + 1):
+            taken.append(_step(collection, step, stopping=step == script.stops_after))
             if collector is not None:
                 collector.version = step
-        if ends:
+        if script.ends:
             collection.finish(step)
     except Exception as e:
         error = f"{type(e).__name__}: {e}"
-    collection.write_ready(Path(folder) / "ready", step)
-    _SAVED[folder] = {"stream": stream.state(), "collection": collection.state()}
+    collection.write_ready(folder / "ready", step)
+    _SAVED[script.folder] = {"stream": stream.state(), "collection": collection.state()}
     return {
         "steps": taken,
         "error": error,
@@ -191,6 +197,13 @@ def steps(
         "most": collector.most if collector else 0,
         "counts": dict(books.counts),
     }
+
+
+def _step(collection: Collection, step: int, *, stopping: bool) -> dict[str, Any]:
+    collection.max_new_tokens = 10 * step
+    found = collection.take(step)
+    collection.before_push(step, stopping=lambda: stopping)
+    return _plain(found)
 
 
 _SAVED: dict[str, Any] = {}  # by folder; a rank's own, as books are
