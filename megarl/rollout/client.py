@@ -13,6 +13,7 @@ What a caller may rely on:
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 2.0
+_ABORTS_AT_ONCE = 32
 _KEEP_ALIVE_S = 2.0  # servers close what is idle for longer (uvicorn: 5), just when we might use it
 _READ_BYTES = 4 * 2**20
 _BUSY = (408, 429, 503)  # the request was not worked on, and nothing is wrong with it
@@ -68,6 +70,8 @@ class RolloutClient:
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Authorization": f"Bearer {key}"}
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+        self._aborting = asyncio.Semaphore(_ABORTS_AT_ONCE)
 
     async def generate(
         self, asks: Sequence[Ask], sampling: Sampling, routing: RoutingShape | None = None
@@ -101,14 +105,20 @@ class RolloutClient:
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Frees the server of requests nobody waits for any more, if it still listens."""
-        calls = [
-            self._request("POST", "/abort_request", orjson.dumps({"rid": rid}), _ABORT_TIMEOUT_S)
-            for rid in rids
-        ]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        failed = [o for o in outcomes if isinstance(o, Exception)]
-        if failed:
-            log.warning("%s: %d of %d aborts failed", self.url, len(failed), len(rids))
+        done = 0
+
+        async def abort(rid: str) -> None:
+            nonlocal done
+            async with self._aborting:
+                body = orjson.dumps({"rid": rid})
+                await self._request("POST", "/abort_request", body, _ABORT_TIMEOUT_S)
+            done += 1
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                await asyncio.gather(*(abort(rid) for rid in rids), return_exceptions=True)
+        if done < len(rids):
+            log.warning("%s: %d of %d aborts failed", self.url, len(rids) - done, len(rids))
 
     async def health(self, timeout_s: float = 30.0) -> None:
         """Makes the server generate a token. Raises ServerError if it cannot."""
@@ -134,6 +144,7 @@ class RolloutClient:
         raise ServerError(f"{self.url}: found no server_info ({found}); expected: a JSON object")
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -141,6 +152,8 @@ class RolloutClient:
     async def _request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
+        if self._closed:
+            raise aiohttp.ClientConnectionError("the client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),

@@ -19,9 +19,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
+from megarl.data.rewards import pad_rewards
 from megarl.errors import MegarlError, RunError, ServerError
 from megarl.rollout.frames import Array, receive_frame, send_frame
 from megarl.rollout.messages import (
@@ -49,7 +50,7 @@ __all__ = ["Collector", "CollectorSettings"]
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-_RECALL_TIMEOUT_S = 60.0
+_RECALL_TIMEOUT_S = 60.0  # twice what a server has
 _CLOSE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
 # What torchrun tells its workers is not for their children, which are no members of its world.
@@ -96,8 +97,9 @@ class Collector:
             sampling = request.sampling
             given = (sampling.top_p, sampling.top_k, sampling.min_p)
             assert given == (1.0, -1, 0.0), f"training never truncates: {given}"
-            assert request.serial not in self._issued, f"group {request.serial} is under way"
-            self._issued[request.serial] = request
+            with self._changed:
+                assert request.serial not in self._issued, f"group {request.serial} is under way"
+                self._issued[request.serial] = request
         self._to_send.put({"do": "issue", "requests": [request_to_json(r) for r in requests]})
 
     def wait(self, count: int, timeout_s: float) -> None:
@@ -145,9 +147,10 @@ class Collector:
             for serial, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
         ]
         outcomes = self._evaluate(requests)
-        samples = [replace(s, serial=-1) for o in outcomes for s in o.samples]
+        names = self.reward_names
+        samples = pad_rewards([s for o in outcomes for s in o.samples], len(names) or 1)
         metrics = rollout_metrics(samples, area)
-        metrics += component_metrics(samples, self.reward_names, area)
+        metrics += component_metrics(samples, names, area)
         counts = [sum(s.correct for s in outcome.samples) for outcome in outcomes]
         for k in pass_at:
             passed = sum(pass_at_k(samples_per_prompt, count, k) for count in counts)
@@ -189,9 +192,7 @@ class Collector:
         given = [request_to_json(r) for r in requests]
         self._to_send.put({"do": "evaluate", "evaluation": call, "requests": given})
         try:
-            self._await(lambda: self._error is not None or not self._evaluations[call], None)
-            if self._error is not None:
-                raise self._error
+            self._await_evaluation(call)
             outcomes = sorted(self._evaluated[call], key=lambda o: o.serial)
         finally:
             with self._changed:
@@ -200,6 +201,25 @@ class Collector:
             if outcome.failed:
                 raise ServerError(f"evaluation, prompt {request.prompt.id}: {outcome.failed}")
         return outcomes
+
+    def _await_evaluation(self, call: int) -> None:
+        """Its groups end one after the other, each in bounded time."""
+        left = self._evaluations[call]
+        patience_s = (self.settings.max_attempts + 1) * self.settings.request_timeout_s
+        while left:
+            count = len(left)
+
+            def progress(before: int = count) -> bool:
+                return len(left) < before or self._error is not None
+
+            ended = self._await(progress, time.monotonic() + patience_s)
+            if self._error is not None:
+                raise self._error
+            if not ended:
+                raise RunError(
+                    f"the collector process (pid {self.pid}) ended no group of an evaluation for "
+                    f"{patience_s:g} s; see {self.settings.log_file}"
+                )
 
     def _call(self, message: Json, timeout_s: float) -> Json:
         """The process's reply. Raises what it failed of, or RunError."""

@@ -9,6 +9,8 @@ import asyncio
 import logging
 import os
 import queue
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -37,6 +39,8 @@ from megarl.rollout.scoring import Scorer
 from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
 
 log = logging.getLogger(__name__)
+
+_FILES = 65536
 
 Say = Callable[..., None]  # (message, arrays = ())
 
@@ -174,6 +178,8 @@ class Work:
         client = self._pool.client(member)
         outcome = await client.generate([ask], Sampling(0.0, 1), self._settings.routing)
         wrong = outcome.wrong if isinstance(outcome, Answer) else outcome.reason
+        if isinstance(outcome, Answer) and outcome.parts[0] and outcome.parts[0].routing is None:
+            wrong = "the response was aborted"
         return wrong and f"{member.name} ({member.url}): {wrong}"
 
 
@@ -203,6 +209,12 @@ def main(arguments: Sequence[str]) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     follow_parent(int(arguments[1]), lambda: os._exit(1))
+    # Who stops a whole job tells all its processes; the trainer ends us when it is done with us.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a connection a group in flight
+    enough = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
     connection = socket.socket(fileno=int(arguments[0]))
     first = receive_frame(connection)
     if first is None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 GARBAGE_IN_A_ROW = 3
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _ABORT_EVERY_S = 0.5
-_RECALL_TIMEOUT_S = 10.0
+_RECALL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)

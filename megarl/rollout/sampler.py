@@ -115,7 +115,7 @@ class _Response:
     def num_rows(self) -> int:
         return sum(len(rows) for rows in self.rows)
 
-    def append(self, part: Completion, server: str) -> None:
+    def append(self, part: Completion, server: str, finish: Finish) -> None:
         before = len(self.tokens)
         self.tokens += part.token_ids.tolist()
         self.logprobs.append(part.logprobs)
@@ -126,7 +126,7 @@ class _Response:
             )
         if part.routing is not None:
             self.rows.append(part.routing)
-        self.request_id, self.finish = part.request_id, part.finish
+        self.request_id, self.finish = part.request_id, finish
 
     def start_anew(self) -> None:
         self.tokens, self.logprobs, self.spans, self.rows = [], [], [], []
@@ -197,34 +197,33 @@ class _Group:
     def take(self, answer: Answer, server: Member, *, recalled: bool) -> None:
         """Everything of an answer that can be kept."""
         self.home = server
-        progress = False
+        progress, aborts = False, 0
         for response, part in zip(self.asked, answer.parts, strict=True):
             if part is None:
                 continue
-            self.tokens += len(part.token_ids)
-            if part.finish != "abort" or self.rules.partial == "continue":
-                progress |= len(part.token_ids) > 0
-                response.append(part, server.name)
-                self._truncate(response)
-        aborts = [p for p in answer.parts if p is not None and p.finish == "abort"]
-        if self.rules.partial == "discard" and any(len(p.token_ids) for p in aborts):
-            self.discarded = True
+            count = len(part.token_ids)
+            self.tokens += count
+            finish = self._finish(part, response)
+            if finish != "abort" or self.rules.partial == "continue":
+                progress |= count > 0
+                response.append(part, server.name, finish)
+            elif self.rules.partial == "discard" and count:
+                self.discarded = True
+            if finish == "abort" and not self.budget(response):
+                response.start_anew()  # the routing of its last tokens will never be known
+            aborts += finish == "abort"
         self.fruitless = 0 if progress or recalled or not aborts else self.fruitless + 1
         if self.fruitless == _FRUITLESS:
             self.failed = (
-                f"{server.name} ({server.url}): found {len(aborts)} of {len(self.responses)} "
+                f"{server.name} ({server.url}): found {aborts} of {len(self.responses)} "
                 f"responses aborted, {_FRUITLESS} times in a row without a token to keep"
             )
 
-    def _truncate(self, response: _Response) -> None:
-        """Of a response that was aborted at the very end of its budget."""
-        if response.finish != "abort" or self.budget(response):
-            return
-        missing = len(self.prompt) + len(response.tokens) - 1 - response.num_rows
-        if self.rules.routing is not None and missing:
-            response.start_anew()  # its last tokens' routing will never be known
-        else:
-            response.finish = "length"
+    def _finish(self, part: Completion, response: _Response) -> Finish:
+        """What was stopped at the very end of its budget is whole, if its routing is."""
+        full = len(part.token_ids) == self.budget(response)
+        known = self.rules.routing is None or part.routing is not None
+        return "length" if part.finish == "abort" and full and known else part.finish
 
     def failure(self, server: Member, reason: str) -> None:
         self.failures += 1

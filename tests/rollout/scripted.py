@@ -90,7 +90,7 @@ class Server:
         self, rid: str, ids: list[int], params: Any, limit: int | None, start: int | None
     ) -> dict[str, Any]:
         tokens, finish = respond(len(ids), params["sampling_seed"], params["max_new_tokens"])
-        if limit is not None and limit < len(tokens):
+        if limit is not None and limit < len(tokens) + (finish == "length"):
             tokens, finish = tokens[:limit], "abort"
         meta: dict[str, Any] = {
             "id": rid,
