@@ -169,6 +169,24 @@ def serve(
 
 
 @app.command()
+def servers(
+    arguments: Arguments,
+    host: Annotated[
+        str, typer.Option(help="Address of this machine to listen on, as trainers reach it.")
+    ] = "127.0.0.1",
+    parent_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
+) -> None:
+    """Run the rollout servers of a configuration, for trainers with rollout.discover=true.
+
+    They are started again when they fail, and end with this command (SIGTERM, Ctrl-C). Exits with
+    1 when no server is left.
+    """
+    from megarl.servers_command import main as servers_main
+
+    servers_main(_load(arguments), host=host, parent_pid=parent_pid)
+
+
+@app.command()
 def samples(
     run: RunArgument,
     step: Annotated[int | None, typer.Option(help="Only this step; default: the newest.")] = None,

@@ -193,6 +193,6 @@ def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:
     if num_gpus < ranks:
         accepted = f"gloo, or {ranks} devices, one a rank"
         yield Problem("sync.backend", f"nccl with {num_gpus} devices", accepted)
-    if not config.rollout.urls:
+    if not config.rollout.urls and not config.rollout.discover:
         found = "nccl with a server that the run starts, which shares its device with rank 0"
-        yield Problem("sync.backend", found, "gloo or auto, or servers named in rollout.urls")
+        yield Problem("sync.backend", found, "gloo or auto, or rollout.urls or discover")

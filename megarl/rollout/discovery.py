@@ -11,9 +11,12 @@ is told here is not believed: who does not answer is no member.
 import json
 import logging
 import threading
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 from megarl.rollout.keeper import Care, NamedKeeper
+from megarl.rollout.mailbox import ask_for_another, told_to_hold
 from megarl.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,9 @@ class Discovery:
 
     def keepers(self) -> list[NamedKeeper]:
         return list(self._keepers.values())
+
+    def hold(self) -> AbstractContextManager[None]:
+        return told_to_hold(self._run_dir)
 
     def close(self) -> None:
         self._closed.set()
@@ -67,6 +73,7 @@ class Discovery:
                 self._care,
                 boot=str(entry["boot"]),
                 ranks=int(str(entry["ranks"])),
+                disown=partial(ask_for_another, self._run_dir, label),
             )
             self._keepers[label] = keeper
             keeper.start()

@@ -7,8 +7,8 @@ Each has a keeper (`keeper.py`), which probes it and starts it again, or waits f
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megarl.config.rollout import Choice, RolloutSection
@@ -75,8 +75,12 @@ class Fleet:
         for keeper in self._of(member):
             keeper.give_up(member, reason)
 
-    def hold(self) -> AbstractContextManager[None]:
-        return self._care.hold()
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Supervisors of discovered servers are told."""
+        elsewhere = self._discovery.hold() if self._discovery else nullcontext()
+        with self._care.hold(), elsewhere:
+            yield
 
     def trouble(self) -> str | None:
         """Named and discovered servers may always come back."""
@@ -119,7 +123,7 @@ def start_fleet(
     on_failure: Choice = "stop",
     max_restarts: int = 0,
     progress: Callable[[str], None] = lambda text: None,
-    label: Callable[[int], str] = str,
+    labels: Sequence[str] | None = None,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
 ) -> Fleet:
     """Servers of which at least one answers, within `rollout.start_timeout_s`; all of them, where
@@ -127,8 +131,9 @@ def start_fleet(
 
     `model`: the Hugging Face folder; `dtype`: fp32 or bf16. Managed servers listen on `host`
     alone, an address of this machine. `routing`: they can say which experts tokens were routed to.
-    `label`: what the files of the n-th are called by. `on_death` is called, from a thread, for a
-    server that ends the run. `progress` is told what happens meanwhile, and so is the log.
+    `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
+    called, from a thread, for a server that ends the run. `progress` is told what happens
+    meanwhile, and so is the log.
     Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
     """
     _require_settings(section)
@@ -153,7 +158,7 @@ def start_fleet(
         tuple(embedded_command),
     )
     discovery = Discovery(run_dir, care) if section.discover else None
-    fleet = Fleet(key, care, _keepers(section, care, starter, label), discovery)
+    fleet = Fleet(key, care, _keepers(section, care, starter, labels), discovery)
     try:
         fleet.start()
         _await_first(fleet, section, run_dir, all_of_them=not care.restart)
@@ -164,14 +169,14 @@ def start_fleet(
 
 
 def _keepers(
-    section: RolloutSection, care: Care, starter: Starter, label: Callable[[int], str]
+    section: RolloutSection, care: Care, starter: Starter, labels: Sequence[str] | None
 ) -> Sequence[Keeper]:
     """Of the servers that are known from the start."""
     if section.discover:
         return []
     if section.urls:
         return [NamedKeeper(url, url, care, ranks=section.server_tp) for url in section.urls]
-    labels = [label(index) for index in range(section.servers)]
+    labels = labels or [str(index) for index in range(section.servers)]
     return [ManagedKeeper(f"server {k}", care, starter, i, k) for i, k in enumerate(labels)]
 
 

@@ -98,7 +98,19 @@ class _End:
     """Why a server is no member any more; `kind` is what it counts as in `Care.events`."""
 
     kind: Literal["closed", "died", "hung", "given_up", "replaced"]
-    cause: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return _WORDS[self.kind] + self.reason
+
+
+_WORDS = {
+    "closed": "closed",
+    "died": "died",
+    "hung": "hangs: ",
+    "given_up": "given up: ",
+    "replaced": "is another process than before",
+}
 
 
 class _Keeper:
@@ -122,7 +134,7 @@ class _Keeper:
         self._orders.put(_Order("suspect", member.boot, reason=reason))
 
     def give_up(self, member: Member, reason: str) -> None:
-        self._end(member.boot, _End("given_up", f"given up: {reason}"))
+        self._end(member.boot, _End("given_up", reason))
 
     def close(self) -> None:
         self.closed = True
@@ -199,12 +211,12 @@ class _Keeper:
                 failures += 1
                 log.warning("%s: probe %d of 2 failed: %s", self.name, failures, outcome)
                 if failures == 2:
-                    why = f"hangs: {outcome}" + (f" ({suspicion})" if suspicion else "")
+                    why = f"{outcome}" + (f" ({suspicion})" if suspicion else "")
                     return _End("hung", why)
                 wait_s = _AGAIN_S
             else:
                 if identity is not None and not identity.same_process(outcome):
-                    return _End("replaced", "is another process than before")
+                    return _End("replaced")
                 suspicion, failures, wait_s = "", 0, self._care.probe_every_s
 
 
@@ -269,7 +281,7 @@ class ManagedKeeper(_Keeper):
             server.signal_group(signal.SIGKILL)
             server.wait(_KILL_S)
         self._starter.withdraw(self._label)
-        return server.cause() if died else f"{end.cause}; {server.last_words()}"
+        return server.cause() if died else f"{end}; {server.last_words()}"
 
     def _spawned(self, server: ManagedServer) -> None:
         with self._lock:
@@ -316,11 +328,22 @@ class ManagedKeeper(_Keeper):
 class NamedKeeper(_Keeper):
     """A server that runs by itself: a member while it answers."""
 
-    def __init__(self, name: str, url: str, care: Care, *, boot: str = "", ranks: int = 1) -> None:
-        """`boot`: of its present process, where that is known."""
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        care: Care,
+        *,
+        boot: str = "",
+        ranks: int = 1,
+        disown: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """`boot`: of its present process, where that is known. `disown`: tells who has started it
+        that this boot is of no use, and why.
+        """
         super().__init__(name, care)
         self.url, self.boot = url, boot
-        self._ranks = ranks
+        self._ranks, self._disown = ranks, disown
         self._given_up = 0
 
     def _run(self) -> None:
@@ -356,12 +379,14 @@ class NamedKeeper(_Keeper):
         care = self._care
         if end.kind in ("hung", "given_up"):
             care.events[end.kind] += 1
+            if self._disown is not None:
+                self._disown(self.boot, end.reason)
         if end.kind == "hung" and not care.restart:
-            care.report(ServerDeath(self.name, end.cause))
+            care.report(ServerDeath(self.name, str(end)))
         if end.kind == "given_up":
             self._given_up += 1
             self._pause(min(_BACK_OFF_S[1], 2.0 ** min(self._given_up, 10)))
-        return ServerError(f"{self.url} {end.cause}")
+        return ServerError(f"{self.url} {end}")
 
     def moved(self, boot: object, url: object, ranks: object) -> bool:
         """Whether another process is told of under this name, or none."""
