@@ -15,7 +15,7 @@
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
     checkpoints/step_N/
-    server_K.json             {"url", "pid", "host"} of a managed server
+    server_K.json             where a server that runs is: url, pid, host, boot, ranks, version
     server.key                its key, mode 0600
 """
 
@@ -110,8 +110,8 @@ class RunDir:
     def key(self) -> Path:
         return self.root / "server.key"
 
-    def server(self, index: int) -> Path:
-        return self.root / f"server_{index}.json"
+    def server(self, label: int | str) -> Path:
+        return self.root / f"server_{label}.json"
 
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()

@@ -49,7 +49,16 @@ LAYERS = [
         "operators",
         "relayout",
     },
-    {"cli", "train", "serve", "conformance", "model_logprobs"},
+    {
+        "cli",
+        "cli_arguments",
+        "cli_servers",
+        "train",
+        "serve",
+        "servers_command",
+        "conformance",
+        "model_logprobs",
+    },
 ]
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # Layer 0 is one vocabulary, layers 4 and 5 are one program; in between, siblings are blind.

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 
 from megarl.errors import ServerError
+from megarl.rollout.features import Features, features_of
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ def _nothing(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+_SESSION = ("/begin_weight_update", "/end_weight_update")
+
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     "begin": (
-        Call("/pause_generation", lambda p: {"mode": "retract"}),
+        Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
         Call("/begin_weight_update", _nothing),
     ),
     "join_group": (Call("/init_weights_update_group", _given),),
@@ -56,24 +59,37 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
 }
 
 
+def calls_of(op: str, features: Features) -> tuple[Call, ...]:
+    """What an operation is on a server with these features."""
+    calls = OPERATIONS[op]
+    if features.weight_session:
+        return calls
+    return tuple(call for call in calls if call.path not in _SESSION)
+
+
 class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
 
-    def __init__(self, url: str, key: str, name: str | None = None, *, ranks: int = 1) -> None:
-        """`ranks`: the server's tensor-parallel ranks, each a member of a weight group."""
+    def __init__(
+        self, url: str, key: str, name: str | None = None, *, ranks: int = 1, version: str = ""
+    ) -> None:
+        """`ranks`: the server's tensor-parallel ranks, each a member of a weight group. `version`
+        of its software, as `Member.version` has it; empty: as the newest that is supported.
+        """
         self.url, self.ranks = url.rstrip("/"), ranks
+        self._features = features_of(version) if version else Features()
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {key}"}
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs the operation's calls in order; returns the last JSON reply.
 
-        Payloads: `join_group`, `leave_group`, `receive`, `load_path` carry SGLang's own fields;
-        `commit` {"version": int}; `begin`, `digest` nothing. Raises ServerError naming the server
-        and the call that was refused, failed or did not end within `timeout_s` (of all calls
-        together).
+        Payloads: `begin` {"mode": of the pause}; `join_group`, `leave_group`, `receive`,
+        `load_path` carry SGLang's own fields; `commit` {"version": int}; `digest` nothing. Raises
+        ServerError naming the server and the call that was refused, failed or did not end within
+        `timeout_s` (of all calls together).
         """
-        calls = OPERATIONS[op]
+        calls = calls_of(op, self._features)
         reply = asyncio.run(self._run(op, calls, payload, timeout_s))
         return {"digests": self._digests(reply)} if op == "digest" else reply
 
