@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,6 +40,7 @@ from megarl.protocols import Collector
 from megarl.rollout.seeds import sample_seeds
 from megarl.rollout.statistics import component_metrics, rollout_metrics
 from megarl.schedule import CollectionSettings
+from megarl.servers import Servers
 from megarl.staleness import oldest_version, staleness_metrics
 from megarl.stock import Stock
 from megarl.types import (
@@ -57,12 +58,6 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0  # at most so long ranks wait for each other's collectors
 _TELL_S = 60.0  # between words about a step that waits
-
-
-class Servers(Protocol):
-    """What collecting needs of the rollout servers (``servers.py``)."""
-
-    def refresh(self, suspects: Mapping[Member, str]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -323,6 +318,8 @@ class Collection:
                 error = e
         agree(error, self._host, "collecting rollouts")
         self._servers.refresh(suspects)
+        if not self._servers.serving:
+            self._servers.require()
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))
         self._learn_names()

@@ -87,12 +87,12 @@ def _stretches(row: PackedBatch, samples: Sequence[Known]) -> Iterable[tuple[str
                 yield span.server, max(at + span.start, start), at + span.end - 1
 
 
-def distances(parts: Iterable[Sequence[object]]) -> dict[str, Distance]:
+def distances(parts: Iterable[tuple[str, Sequence[float]]]) -> dict[str, Distance]:
     """By server, from what ``server_sums`` gave on all ranks."""
     totals: dict[str, list[float]] = {}
-    for server, (tokens, k3, extreme) in parts:  # type: ignore[misc]
-        total = totals.setdefault(str(server), [0.0, 0.0, 0.0])
-        for k, value in enumerate((tokens, k3, extreme)):
+    for server, sums in parts:
+        total = totals.setdefault(server, [0.0, 0.0, 0.0])
+        for k, value in enumerate(sums):
             total[k] += value
     return {
         server: Distance(tokens, k3 / tokens, extreme / tokens)

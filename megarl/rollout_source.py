@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.books import Books
 from megarl.collection import Collection
 from megarl.config.failures import on_failure
@@ -25,10 +27,14 @@ from megarl.monitor.samples import SampleText
 from megarl.rollout.addresses import server_address
 from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.rollout.collector_restart import RestartingCollector
+from megarl.rollout.control import ServerControl
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
+from megarl.rollout.process import read_key
 from megarl.schedule import SCHEDULES, CollectionSettings
+from megarl.servers import Servers
 from megarl.sources import Surroundings, held_here, replayed
-from megarl.types import Max, Metric, Prompt, StepMetrics
+from megarl.sync.broadcast import BroadcastTransport
+from megarl.types import Max, Member, Metric, Prompt, StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +55,15 @@ class RolloutSource:
         self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
         self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
         self.fleet = self._start_fleet()
-        self.servers = self._connect()
+        self.transport = self._transport()
+        self.servers = Servers(
+            self.transport,
+            parallel.host,
+            sink=self._sink,
+            fleet=self.fleet,
+            collector=self.collector,
+            start_timeout_s=config.rollout.start_timeout_s,
+        )
         self.collection = Collection(
             self.stream,
             self.collector,
@@ -62,6 +76,7 @@ class RolloutSource:
         self.lengths = LengthCurriculum(config.rollout.stages)
 
     def start(self, step: int) -> StepMetrics:
+        self.servers.require()
         metrics = self.servers.push(step)
         if self.routing is not None:
             self._probe_routing()
@@ -113,7 +128,7 @@ class RolloutSource:
         self.collection.finish(step)
 
     def close(self) -> None:
-        self.servers.close()
+        self.transport.close()
         if self.collector is not None:
             self.collector.close()
         if self.fleet is not None:
@@ -172,6 +187,30 @@ class RolloutSource:
         agree(error, self.parallel.host, "starting the rollout servers")
         return fleet
 
+    def _transport(self) -> BroadcastTransport:
+        mesh, sync = self.parallel.mesh, self.config.sync
+        return BroadcastTransport(
+            source=self.run.actor.weights(),
+            rank=self.parallel.rank,
+            stage=self.parallel.at.pp,
+            senders=[mesh.sender(stage) for stage in range(mesh.pp)],
+            host=self.parallel.host,
+            backend=_backend(self.config),
+            max_bytes=int(sync.bucket_mb * 2**20),
+            timeout_s=sync.timeout_s,
+            pause_mode=self.config.rollout.pause_mode,
+        )
+
+    def _sink(self, member: Member) -> ServerControl:
+        return ServerControl(
+            member.url,
+            read_key(self.key_file),
+            member.name,
+            ranks=member.ranks,
+            boot=member.boot,
+            version=member.version,
+        )
+
     def _probe_routing(self) -> None:
         """A server that does not say what experts it chose is found before the first step."""
         error: Exception | None = None
@@ -201,6 +240,14 @@ class RolloutSource:
             except OSError as e:
                 error = e
         agree(error, self.parallel.host, "recording rollouts")
+
+
+def _backend(config: Config) -> str:
+    """NCCL needs a device per member; a server that we start shares its device with rank 0."""
+    if config.sync.backend != "auto":
+        return config.sync.backend
+    elsewhere = config.rollout.urls or config.rollout.discover
+    return "nccl" if torch.cuda.is_available() and elsewhere else "gloo"
 
 
 def collection_settings(config: Config) -> CollectionSettings:

@@ -6,7 +6,7 @@ rank only. Methods are collective over all trainer ranks unless said.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,11 +26,11 @@ from megarl.data.recorded import (
 )
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import DataError
+from megarl.informative import only_informative
 from megarl.monitor.samples import SampleText
-from megarl.rounds import only_informative
 from megarl.rundir import RunDir
 from megarl.stopping import StopRequest
-from megarl.types import Job, RoutingShape, StepMetrics
+from megarl.types import Job, RoutingShape, Sample, StepMetrics
 
 log = logging.getLogger(__name__)
 

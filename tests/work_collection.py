@@ -12,6 +12,7 @@ from megarl.books import Books
 from megarl.collection import Collection
 from megarl.data.prompts import PromptStream
 from megarl.schedule import SCHEDULES, CollectionSettings
+from megarl.servers import Servers
 from megarl.types import (
     GroupOutcome,
     GroupRequest,
@@ -110,7 +111,12 @@ class Scripted:
         )
 
 
-class NoServers:
+class Steady(Servers):
+    """Servers that never change."""
+
+    def __init__(self) -> None:
+        self._serving = (Member("server 0", "http://nowhere", "0"),)
+
     def refresh(self, suspects: Mapping[Member, str]) -> bool:
         return False
 
@@ -166,7 +172,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     folder = Path(script.folder)
     folder.mkdir(exist_ok=True)
     books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
-    about = (dist.group.WORLD, NoServers(), books, script.settings())
+    about = (dist.group.WORLD, Steady(), books, script.settings())
     collection = Collection(stream, collector, script.collectors, *about)
     if script.first > 1:
         saved = _SAVED[script.folder]

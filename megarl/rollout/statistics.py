@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from megarl.types import Known, Max, Mean, Metric, Sample, StepMetrics, Sum
+from megarl.types import Known, Max, Mean, Metric, StepMetrics, Sum
 
 
-def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
+def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
     count = len(samples)
     lengths = [sample.trained_tokens for sample in samples]
     return [
@@ -15,7 +15,7 @@ def rollout_metrics(samples: Sequence[Sample], area: str) -> StepMetrics:
         Metric(f"{area}/truncated", Mean(sum(s.truncated for s in samples), count)),
         Metric(f"{area}/response_length", Mean(sum(lengths), count)),
         Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
-        Metric(f"{area}/tokens", Sum(sum(len(s.tokens) for s in samples))),
+        Metric(f"{area}/tokens", Sum(sum(s.length for s in samples))),
         Metric(f"{area}/samples", Sum(count)),
     ]
 
