@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl import cli
+from megarl import cli, cli_servers
 from megarl.monitor.samples import SampleText, write_samples
 from megarl.rundir import RunDir, write_json
 from tests.conftest import Megarl
@@ -247,6 +247,6 @@ def test_serve_has_the_options_and_defaults_of_the_server_itself() -> None:
     (main,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
     values = [inspect.Parameter.empty, *(ast.literal_eval(d) for d in main.args.defaults)]
     theirs = dict(zip([a.arg for a in main.args.args], values, strict=True))
-    ours = {n: p.default for n, p in inspect.signature(cli.serve).parameters.items()}
+    ours = {n: p.default for n, p in inspect.signature(cli_servers.serve).parameters.items()}
     assert ours == theirs
     assert ours["host"] == "127.0.0.1"  # not every interface

@@ -9,6 +9,10 @@ Part = Literal["servers", "collectors", "trainer"]
 
 
 def on_failure(section: OnFailureSection, part: Part, environment: Mapping[str, str]) -> Choice:
-    """`on_failure.{part}`, or where it is null: restart inside a Slurm allocation, else stop."""
-    given: Choice | None = getattr(section, part)
+    """``on_failure.{part}``, or where it is null: restart inside a Slurm allocation, else stop."""
+    given = {
+        "servers": section.servers,
+        "collectors": section.collectors,
+        "trainer": section.trainer,
+    }[part]
     return given or ("restart" if environment.get("SLURM_JOB_ID") else "stop")
