@@ -5,6 +5,7 @@ meant for the user are printed without a traceback.
 """
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def config_show(
 def config_check(
     arguments: Arguments,
     shell: Annotated[
-        bool, typer.Option("--shell", help="Print NPROC= and RUN_DIR= for a launch script instead.")
+        bool, typer.Option("--shell", help="Print what a launch script needs instead: NPROC=...")
     ] = False,
     world_size: Annotated[
         int | None, typer.Option(help="Ranks there will be; default: as many as the layout says.")
@@ -88,6 +89,7 @@ def config_check(
 
     Exits with 2 and every problem found if there is one.
     """
+    from megarl.config.failures import launch_of
     from megarl.config.files import read_hf_config
     from megarl.config.validate import validate
     from megarl.installed import installed
@@ -111,6 +113,9 @@ def config_check(
     if shell:
         typer.echo(f"NPROC={_world_size(config)}")
         typer.echo(f"RUN_DIR={shlex.quote(str(config.run.dir))}")
+        launch = launch_of(config, os.environ)
+        typer.echo(f"RESTARTS={launch.restarts}")
+        typer.echo(f"SERVERS={int(launch.servers)}")
     else:
         typer.echo(_summary(config))
 
@@ -186,6 +191,23 @@ def first_error(
     if first is not None:
         typer.echo(message_of(first, errors))
         raise typer.Exit(1)
+
+
+@app.command("go-on")
+def go_on(run: RunArgument) -> None:
+    """Print the settings with which a run that has failed goes on, for launch scripts.
+
+    That is run.resume=true where it has a checkpoint. Where it has none it starts anew: what it has
+    written is moved to attempts/ in the run directory.
+    """
+    from megarl.checkpoint.manager import CheckpointManager
+    from megarl.rundir import RunDir
+
+    rundir = RunDir(run)
+    if CheckpointManager.complete_steps(rundir.checkpoints):
+        typer.echo("run.resume=true")
+    elif (folder := rundir.set_aside()) is not None:
+        typer.echo(f"no checkpoint yet: the start before is now in {folder}", err=True)
 
 
 @app.command()

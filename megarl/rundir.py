@@ -15,6 +15,7 @@
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
     checkpoints/step_N/
+    attempts/N/               what a start has left that failed before its first checkpoint
     server_K.json             where a server that runs is: url, pid, host, boot, ranks, version
     server.key                its key, mode 0600
 """
@@ -30,6 +31,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl.errors import RunError
+
+_OF_A_RUN = (
+    *("config.yaml", "config.resolved.json", "metrics.jsonl", "tensorboard", "report.html"),
+    *("ops.json", "fp8.json", "samples", "books.jsonl", "rollouts", "nonfinite", "checkpoints"),
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,20 @@ class RunDir:
 
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()
+
+    def set_aside(self) -> Path | None:
+        """Makes room for a run from the start: what a run has recorded moves to a folder of
+        ``attempts/``; logs, errors and what servers need stay. None if there is nothing.
+        """
+        there = [self.root / name for name in _OF_A_RUN if (self.root / name).exists()]
+        if not there:
+            return None
+        count = len(list((self.root / "attempts").glob("*")))
+        folder = self.root / "attempts" / str(count + 1)
+        folder.mkdir(parents=True)
+        for path in there:
+            path.rename(folder / path.name)
+        return folder
 
     def record_error(self, rank: int, where: str, error: BaseException) -> None:
         """The file ``megarl first-error`` looks for; of a rank's errors the first is kept."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl import cli
+from megarl import cli, cli_servers
 from megarl.monitor.samples import SampleText, write_samples
 from megarl.rundir import RunDir, write_json
 from tests.conftest import Megarl
@@ -116,7 +116,9 @@ def test_check_for_a_shell_prints_assignments_only(
     script = f'{out}\nprintf \'%s|%s\' "$NPROC" "$RUN_DIR"'
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == f"4|{tmp_path}/my run"
-    assert len(shlex.split(out)) == 2
+    assert [word.split("=")[0] for word in shlex.split(out)] == [
+        *("NPROC", "RUN_DIR", "RESTARTS", "SERVERS")
+    ]
 
 
 def test_check_prints_every_problem_without_a_traceback(megarl: Megarl, config_file: Path) -> None:
@@ -247,6 +249,50 @@ def test_serve_has_the_options_and_defaults_of_the_server_itself() -> None:
     (main,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "main"]
     values = [inspect.Parameter.empty, *(ast.literal_eval(d) for d in main.args.defaults)]
     theirs = dict(zip([a.arg for a in main.args.args], values, strict=True))
-    ours = {n: p.default for n, p in inspect.signature(cli.serve).parameters.items()}
+    ours = {n: p.default for n, p in inspect.signature(cli_servers.serve).parameters.items()}
     assert ours == theirs
     assert ours["host"] == "127.0.0.1"  # not every interface
+
+
+def test_a_launcher_is_told_what_to_start_again(
+    megarl: Megarl, config_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*overrides: str) -> tuple[str, str]:
+        code, out, _ = megarl("config", "check", "--shell", config_file, *overrides)
+        assert code == 0
+        values = dict(line.split("=", 1) for line in out.splitlines())
+        return values["RESTARTS"], values["SERVERS"]
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert told() == ("0", "0")
+    assert told("on_failure.trainer=restart") == ("8", "0")
+    both = "on_failure={trainer: restart, servers: restart, max_restarts: 3}"
+    assert told(both) == ("3", "1")
+    assert told(both, "rollout.discover=true") == ("3", "0")  # somebody else sees to them
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert told() == ("8", "1")
+    assert told("on_failure.trainer=stop") == ("0", "0")
+    assert told("on_failure.servers=stop") == ("8", "0")
+
+
+def test_a_failed_run_goes_on_from_its_checkpoint_or_anew(megarl: Megarl, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert megarl("go-on", str(run.root))[:2] == (0, "")
+    run.logs.mkdir(parents=True)
+    for path in (run.config, run.metrics, run.key, run.server("a-0")):
+        path.write_text("{}")
+    (run.checkpoints / "step_3.part").mkdir(parents=True)  # was being written
+    code, out, err = megarl("go-on", str(run.root))
+    assert (code, out) == (0, "") and str(run.root / "attempts" / "1") in err
+    assert not run.holds_a_run()
+    assert {p.name for p in run.root.iterdir()} == {
+        *("attempts", "logs", "server.key", "server_a-0.json")
+    }
+    assert {p.name for p in (run.root / "attempts" / "1").iterdir()} == {
+        *("config.yaml", "metrics.jsonl", "checkpoints")
+    }
+    run.metrics.write_text("")
+    assert megarl("go-on", str(run.root))[0] == 0 and (run.root / "attempts" / "2").is_dir()
+    (run.checkpoints / "step_3").mkdir(parents=True)
+    (run.checkpoints / "step_3" / "loop.json").write_text("{}")
+    assert megarl("go-on", str(run.root))[:2] == (0, "run.resume=true\n")

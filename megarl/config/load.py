@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from megarl.config import fields
+from megarl.config.rollout import REFUSED
 from megarl.config.schema import Config
 from megarl.errors import ConfigError, Problem
 
@@ -221,6 +222,8 @@ def _problem_of(error: Any, sources: Mapping[str, str]) -> Problem:
 def _suggest(place: fields.Place) -> str:
     """The valid key most likely meant, and the keys there are."""
     assert place.model is not None, place
+    if place.key in REFUSED:
+        return REFUSED[place.key]
     name, parent = place.name, place.key.removesuffix(place.name).rstrip(".")
     prefix, siblings = f"{parent}." if parent else "", list(place.model.model_fields)
     known = f"keys of {parent or 'a file'}: {', '.join(siblings)}"

@@ -11,6 +11,20 @@ from megarl.config.section import NonNegative, Positive, Seconds, Section
 
 Choice = Literal["stop", "restart"]
 
+_TRUNCATED = (
+    "nothing: truncated sampling has log-probs of another distribution than the trainer's, and "
+    "what is trained on is never sampled so; eval.sets may be"
+)
+_PENALISED = (
+    "nothing: penalties make each token's distribution another than the trainer's, and what is "
+    "trained on is never sampled so"
+)
+REFUSED = {
+    **{f"rollout.{name}": _TRUNCATED for name in ("top_p", "top_k", "min_p")},
+    **{f"rollout.{name}_penalty": _PENALISED for name in ("repetition", "presence", "frequency")},
+}
+"""Keys that one might expect, and why there are none."""
+
 
 class Convergence(Section):
     """Mean accuracy of the last ``window`` steps against that of the ``window`` steps before."""

@@ -30,8 +30,12 @@ def rollout_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[Problem]
     if config.run.mode != "rl":
         return
     yield from _servers(config)
+    yield from _found(config)
     yield from _parallel(config.rollout, hf)
     yield from _served_otherwise(config, hf)
+    yield from _staleness(config.rollout)
+    yield from _deterministic(config.rollout)
+    yield from _failures(config)
 
 
 def server_args_problems(rollout: RolloutSection) -> Iterator[Problem]:
@@ -66,13 +70,85 @@ def _servers(config: Config) -> Iterator[Problem]:
         yield Problem("rollout.port", found, "0 (any), or ports up to 65535 for all of them")
 
 
+def _found(config: Config) -> Iterator[Problem]:
+    """Servers that are not started by the trainer."""
+    rollout = config.rollout
+    if rollout.discover and rollout.urls:
+        accepted = "servers of rollout.urls, or those that `megarl servers` has started; not both"
+        yield Problem("rollout.discover", "true with rollout.urls", accepted)
+    if rollout.discover and config.on_failure.servers == "stop":
+        accepted = "restart, or null: discovered servers come and go, and a supervisor sees to them"
+        yield Problem("on_failure.servers", "stop with rollout.discover", accepted)
+
+
 def _parallel(rollout: RolloutSection, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """SGLang's own conditions: experts and attention replicas are spread over the ranks of --tp."""
-    for key, value in (("server_ep", rollout.server_ep), ("server_dp", rollout.server_dp)):
-        if rollout.server_tp % value:
-            accepted = f"a divisor of rollout.server_tp = {rollout.server_tp}, among whose ranks"
-            what = {"server_ep": "experts lie", "server_dp": "attention is replicated"}[key]
-            yield Problem(f"rollout.{key}", str(value), f"{accepted} {what}")
+    tp, experts = rollout.server_tp, hf.get("num_experts") or hf.get("n_routed_experts")
+    if tp % rollout.server_ep:
+        accepted = f"a divisor of rollout.server_tp = {tp}, over whose ranks experts are spread"
+        yield Problem("rollout.server_ep", str(rollout.server_ep), accepted)
+    elif experts and experts % rollout.server_ep:
+        accepted = f"a divisor of the model's {experts} experts"
+        yield Problem("rollout.server_ep", str(rollout.server_ep), accepted)
+    if tp % rollout.server_dp:
+        accepted = f"a divisor of rollout.server_tp = {tp}, whose ranks replicas of attention share"
+        yield Problem("rollout.server_dp", str(rollout.server_dp), accepted)
+
+
+def _staleness(rollout: RolloutSection) -> Iterator[Problem]:
+    ahead = rollout.schedule != "synchronous"
+    if ahead and rollout.staleness < 1:
+        accepted = f"at least 1: rollout.schedule={rollout.schedule} samples before the step before"
+        yield Problem(
+            "rollout.max_staleness", str(rollout.max_staleness), f"{accepted} has trained"
+        )
+    if rollout.request_timeout_s < rollout.probe_timeout_s:
+        found = f"{rollout.request_timeout_s:g}"
+        accepted = (
+            f"at least rollout.probe_timeout_s = {rollout.probe_timeout_s:g}: a server that is "
+            "busy for so long is not given up"
+        )
+        yield Problem("rollout.request_timeout_s", found, accepted)
+
+
+def _deterministic(rollout: RolloutSection) -> Iterator[Problem]:
+    """What lets a run depend on what ends first, or on what is computed together."""
+    if not rollout.deterministic:
+        return
+    wanted = (
+        ("engine", rollout.engine, ("embedded",), "SGLang's bits depend on what it batches"),
+        ("urls", rollout.urls, ((),), "how named servers compute is not known here"),
+        ("fixed_shape", rollout.fixed_shape, (True,), "bits would depend on what is batched"),
+        (
+            *("schedule", rollout.schedule, ("synchronous", "one_step_off")),
+            "a sample's versions would depend on when it is sampled",
+        ),
+        ("over_sampling", rollout.over_sampling, (1.0,), "a step would take what ends first"),
+        (
+            *("partial", rollout.partial, ("restart",)),
+            "what a response has when it is stopped depends on when that is",
+        ),
+    )
+    for name, found, accepted, reason in wanted:
+        if found not in accepted:
+            words = " or ".join(_word(value) for value in accepted)
+            key = f"rollout.{name}"
+            yield Problem(key, f"{_word(found)} with rollout.deterministic", f"{words}: {reason}")
+
+
+def _word(value: object) -> str:
+    """As YAML has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, value))}]" if value else "none"
+    return str(value).lower() if isinstance(value, bool) else f"{value}"
+
+
+def _failures(config: Config) -> Iterator[Problem]:
+    failure = config.on_failure
+    for part in ("servers", "collectors", "trainer"):
+        if getattr(failure, part) == "restart" and failure.max_restarts == 0:
+            accepted = "at least 1 in on_failure.max_restarts; or stop"
+            yield Problem(f"on_failure.{part}", "restart with no restarts", accepted)
 
 
 def _is_server_url(url: str) -> bool:

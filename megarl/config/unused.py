@@ -44,6 +44,12 @@ def _fp8(of: Callable[[Fp8Section], bool]) -> Callable[[Config, int | None], boo
     return lambda c, _: c.precision.fp8 is not None and of(c.precision.fp8)
 
 
+def _surplus(config: Config) -> bool:
+    """Whether what was sampled for one step may be trained by another."""
+    rollout, dynamic = config.rollout, config.algo.dynamic_sampling is not None
+    return rollout.schedule != "synchronous" or rollout.over_sampling > 1 or dynamic
+
+
 def _wsd(config: Config) -> bool:
     return config.optim.schedule.lr == "wsd"
 
@@ -60,6 +66,7 @@ RULES = (
         (
             *("data.prompts", "data.heldout", "data.recorded", "data.reward"),
             *("data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
+            *("on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
         "run.mode=sft trains on data.demonstrations: nothing is sampled, scored or sent on",
@@ -86,7 +93,7 @@ RULES = (
         (
             *("data.prompts", "data.heldout", "data.demonstrations", "data.reward"),
             *("data.prompts_per_step", "data.samples_per_prompt"),
-            *("rollout.*", "sync.*", "eval.*"),
+            *("rollout.*", "sync.*", "eval.*", "on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
         "run.mode=train_only replays data.recorded: its prompts, samples and rewards are fixed",
@@ -109,7 +116,8 @@ RULES = (
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.urls),
         (
             *("rollout.port", "rollout.max_running", "rollout.fixed_shape", "rollout.fp8"),
-            *("rollout.server_command", "rollout.server_args"),
+            *("rollout.server_command", "rollout.server_args", "rollout.servers"),
+            *("rollout.server_ep", "rollout.server_dp", "rollout.router_command"),
         ),
         "the servers of rollout.urls already run with settings of their own",
         "leave it out, or leave out rollout.urls",
@@ -122,9 +130,38 @@ RULES = (
     ),
     Rule(
         _managed("embedded"),
-        ("rollout.server_command", "rollout.server_args", "rollout.server_tp"),
+        (
+            *("rollout.server_command", "rollout.server_args"),
+            *("rollout.server_tp", "rollout.server_ep", "rollout.server_dp"),
+        ),
         "it is of a managed SGLang server, and rollout.engine=embedded",
         "leave it out, or rollout.engine=sglang",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and c.rollout.schedule != "asynchronous",
+        ("rollout.pause_mode",),
+        "no request runs while weights arrive, unless rollout.schedule=asynchronous",
+        "leave it out, or rollout.schedule=asynchronous",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and c.rollout.partial != "continue",
+        ("rollout.mask_continued",),
+        "no response is continued, unless rollout.partial=continue",
+        "leave it out, or rollout.partial=continue",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and not _surplus(c) and c.rollout.max_staleness != 0,
+        ("rollout.max_staleness",),
+        "every step trains what it has sampled itself: rollout.schedule=synchronous, without "
+        "over-sampling or dynamic sampling",
+    ),
+    Rule(
+        lambda c, _: (
+            {c.on_failure.servers, c.on_failure.collectors, c.on_failure.trainer} == {"stop"}
+        ),
+        ("on_failure.max_restarts",),
+        "nothing is started again: on_failure has stop for all",
+        "leave it out, or restart for a part",
     ),
     Rule(
         lambda c, _: (

@@ -134,6 +134,7 @@ def start_fleet(
     `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
     called, from a thread, for a server that ends the run. `progress` is told what happens
     meanwhile, and so is the log.
+    Discovered servers may always go and come back.
     Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
     """
     _require_settings(section)
@@ -148,7 +149,7 @@ def start_fleet(
         key=key,
         probe_every_s=section.probe_every_s,
         probe_timeout_s=section.probe_timeout_s,
-        restart=on_failure == "restart",
+        restart=on_failure == "restart" or section.discover,
         max_restarts=max_restarts,
         report=on_death,
         say=say,

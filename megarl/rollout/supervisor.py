@@ -56,6 +56,8 @@ def supervise(
 
     for number in _SIGNALS:
         signal.signal(number, told)
+    if parent_pid is not None:  # which gets Ctrl-C as well, and still needs the servers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     name = socket.gethostname()
     labels = [f"{name}-{index}" for index in range(section.servers)]
     try:

@@ -13,84 +13,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "launch" / "slurm" / "train.sbatch"
-JOB = "4711"
-
-# One text under every name: what it is called decides what it stands in for. All write down that
-# they were called.
-STAND_IN = """\
-#!{python}
-import json, os, subprocess, sys, time
-name, arguments = os.path.basename(sys.argv[0]), sys.argv[1:]
-with open({calls!r}, "a") as file:
-    file.write(json.dumps([name, *arguments]) + "\\n")
-if name == "scontrol":
-    print("\\n".join("node%d" % i for i in range(int(os.environ["SLURM_JOB_NUM_NODES"]))))
-elif name == "srun":
-    command = arguments[arguments.index("bash"):]
-    nodes = os.environ["SLURM_JOB_NUM_NODES"]
-    job = {{**os.environ, "SLURM_NNODES": nodes}}
-    running = [
-        subprocess.Popen(command, env={{**job, "SLURM_NODEID": str(i)}}) for i in range(int(nodes))
-    ]
-    sys.exit(max(p.wait() for p in running))
-elif "check" in arguments:
-    print("NPROC=" + os.environ["NPROC"])
-    print("RUN_DIR={run_dir}")
-elif arguments[0] == "-c":
-    print("10.0.0.7")
-elif "torch.distributed.run" in arguments:
-    time.sleep(float(os.environ.get("SECONDS_OF_TRAINING", "0")))
-    sys.exit(int(os.environ.get("STATUS", "0")))
-"""
-
-
-class Cluster:
-    """A job's environment, with stand-ins for Slurm's commands and for Python."""
-
-    def __init__(self, folder: Path) -> None:
-        self.run_dir = folder / "a run"
-        self.calls_file = folder / "calls"
-        (folder / "bin").mkdir()
-        run_dir = str(self.run_dir).replace(" ", "\\\\ ")
-        text = STAND_IN.format(python=sys.executable, calls=str(self.calls_file), run_dir=run_dir)
-        for name in ("srun", "scontrol", "scancel", "python"):
-            (folder / "bin" / name).write_text(text)
-            (folder / "bin" / name).chmod(0o755)
-        self.environment = {
-            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-            "PYTHON": str(folder / "bin" / "python"),
-            "SLURM_JOB_ID": JOB,
-            "SLURM_JOB_NUM_NODES": "2",
-            "SLURM_JOB_NODELIST": "node[0-1]",
-            "SLURM_SUBMIT_DIR": str(folder),
-        }
-
-    def start(self, *arguments: str, ranks: int = 4, **more: str) -> subprocess.Popen[str]:
-        environment = {**self.environment, "NPROC": str(ranks), **more}
-        command = ["bash", str(SCRIPT), *arguments]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-    def submit(self, *arguments: str, ranks: int = 4, **more: str) -> tuple[int, str]:
-        """Exit code and standard error of the whole job."""
-        job = self.start(*arguments, ranks=ranks, **more)
-        _, errors = job.communicate(timeout=30)
-        return job.returncode, errors
-
-    def calls(self, word: str) -> list[list[str]]:
-        """All calls that have ``word`` in them."""
-        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
-        return [call for call in map(json.loads, lines) if word in call]
+from tests.slurm.cluster import JOB, ROOT, SCRIPT, Cluster, option
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
-
-
-def option(call: list[str], name: str) -> str:
-    return next(a.removeprefix(f"{name}=") for a in call if a.startswith(f"{name}="))
 
 
 def test_the_script_is_valid_bash() -> None:
