@@ -27,8 +27,8 @@ def push(
 ) -> dict[str, Any]:
     """A push for every (version, indices of ``servers``); ``deadline_s``: of every operation.
 
-    ``steps``: what became of pushes and of closing, as (None or error, Push, seconds); ``seen``: the
-    operations on each server, with its version before and after.
+    ``steps``: what became of pushes and of closing, as (None or error, Push, seconds); ``seen``:
+    the operations on each server, with its version before and after.
     """
     actor = make_actor(config_for(hf, precision={"dtype": dtype}), layout)
     transport = _transport(actor, max_bytes, deadline_s)
