@@ -44,7 +44,8 @@ def plan_step(
     *,
     replays: bool = True,
 ) -> tuple[TrainPlan, Delivery]:
-    """This rank's rows for a model ``spec`` in the layout ``mesh``, and what was moved for them.
+    """This rank's rows for a model ``spec`` in the layout ``mesh``, and what was moved for them
+    (figures alone).
     ``step``: the training step. ``replays``: the model takes the rollout's choices of experts where
     ``moe.routing_replay`` says so, as the policy does and a critic does not; routing is moved for
     nothing else. Collective over all trainer ranks.
@@ -56,7 +57,8 @@ def plan_step(
         layers = stage_layers(spec.moe_layers, mesh)
         routing = routing_here(facts, layers, at.pp, spec.topk)
     moved = Exchange(mesh, nodes, layers).deliver(samples, dp_ranks(steps, len(facts)))
-    return build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step), moved
+    plan = build_plan(steps, facts, moved.payloads, config, mesh, at.dp, routing, step)
+    return plan, replace(moved, payloads={})  # rows have all of it: a step holds it once
 
 
 def plan_steps(

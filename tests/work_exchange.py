@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,7 @@ def late_rank(rank: int) -> str:
     if rank == 1:
         time.sleep(1.0)
     try:
-        nodes.share(bytes, bytes)
+        nodes.share(lambda: [b""], bytes)
     except MegarlError as e:
         return f"{type(e).__name__}: {e}"
     return ""
@@ -72,10 +72,12 @@ def failure(rank: int, where: str) -> str:
     """An error at one place of ``share``, as every rank sees it."""
     nodes = _nodes(rank, [dist.get_world_size()])
 
-    def prepare() -> bytes:
+    def prepare() -> Iterator[bytes]:
+        yield b"ab"
         if where == "prepare":
             raise MemoryError("no room")
-        return b"abc"
+        yield b""
+        yield b"c"
 
     def read(memory: memoryview) -> bytes:
         if where == "read":

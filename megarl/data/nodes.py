@@ -14,13 +14,14 @@ message did not.
 import datetime
 import mmap
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megarl.data.moves import leaders_of
 from megarl.errors import RunError
 from megarl.hostcomm import agree, gather_and_share
 
@@ -43,7 +44,7 @@ class Nodes:
     @property
     def leaders(self) -> list[int]:
         """The first rank of every node."""
-        return [self.of_rank.index(node) for node in range(self.of_rank[-1] + 1)]
+        return leaders_of(self.of_rank)
 
     @property
     def mine(self) -> list[int]:
@@ -77,10 +78,12 @@ class Nodes:
                 ) from e
         return found
 
-    def share(self, prepare: Callable[[], bytes], read: Callable[[memoryview], T]) -> T | None:
-        """``prepare`` on every leader: the bytes for the others of its node. ``read(those)`` on the
-        others, which copies what it wants; None on leaders. Collective over ``host``: what fails
-        anywhere fails everywhere.
+    def share(
+        self, prepare: Callable[[], Iterable[bytes | memoryview]], read: Callable[[memoryview], T]
+    ) -> T | None:
+        """``prepare`` on every leader: the bytes for the others of its node, in parts that lie end
+        to end there. ``read(those)`` on the others, which copies what it wants; None on leaders.
+        Collective over ``host``: what fails anywhere fails everywhere.
         """
         error: Exception | None = None
         place: list[int] = []
@@ -124,7 +127,7 @@ def find_nodes(local_rank: int, host: dist.ProcessGroup, timeout_s: float) -> No
     of_rank: list[int] = []
     for first in gather_and_share(local_rank == 0, host):
         of_rank.append((of_rank[-1] if of_rank else -1) + int(first))
-    leaders = [of_rank.index(node) for node in range(of_rank[-1] + 1)]
+    leaders = leaders_of(of_rank)
     leading = None
     if len(leaders) > 1:
         timeout = datetime.timedelta(seconds=timeout_s)
@@ -133,12 +136,17 @@ def find_nodes(local_rank: int, host: dist.ProcessGroup, timeout_s: float) -> No
     return Nodes(tuple(of_rank), dist.get_rank(), host, leading, timeout_s)
 
 
-def _in_memory(data: bytes) -> int:
-    """A file descriptor of memory that holds ``data``."""
+def _in_memory(parts: Iterable[bytes | memoryview]) -> int:
+    """A file descriptor of memory that holds ``parts``; no more than one is in memory twice."""
     descriptor = os.memfd_create("megarl")
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    try:
+        for part in parts:
+            rest = memoryview(part)
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

@@ -87,6 +87,7 @@ def test_facts_are_what_they_are_facts_of() -> None:
 # --- who gets what --------------------------------------------------------------------------------
 
 LAYERS = {1: [[0, 1, 2]], 2: [[0], [1, 2]], 4: [[0], [], [1], [2]]}  # MoE layers by stage
+CHUNKS = [[0, 2], [1]]  # of two stages with two chunks each
 FIELDS = ("tokens", "mask", "rollout_logprobs", "values", "ref_logprobs", "routing")
 
 
@@ -124,7 +125,7 @@ def case(
     return {
         "nodes": nodes,
         "mesh": mesh,
-        "layers": LAYERS[mesh.get("pp", 1)],
+        "layers": CHUNKS if mesh.get("vpp", 1) > 1 else LAYERS[mesh.get("pp", 1)],
         "samples": samples,
         "holders": [i % len(nodes) for i in range(len(samples))] if held else None,
         "dp_ranks": dp_ranks(steps, len(samples)),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.config.load import load_config
-from megarl.data.exchange import Collected, Exchange, _Step
+from megarl.data.moves import EVERY_RANK, Moves
 from megarl.mesh import Mesh
 from megarl.plan.activations import head_bytes, layer_bytes
 from megarl.plan.choices import Choices, Rows, choices_of
@@ -242,12 +242,12 @@ def test_rollout_bytes_are_those_that_the_exchange_cuts(
         [i - 1 for k in range(mesh.vpp) for i in mesh.layers_of(12, r, k) if moe[i]]
         for r in range(mesh.pp)
     ]
-    exchange = Exchange(mesh, None, of_stage)
+    facts, everywhere = [s.facts for s in samples], [EVERY_RANK] * len(samples)
+    moves = Moves(mesh, [0] * mesh.world_size, of_stage, facts, everywhere, dp_ranks)
     for rank in range(mesh.world_size):
         at = mesh.coordinates(rank)
         lengths = [len(s.tokens) for s, dp in zip(samples, dp_ranks, strict=True) if dp == at.dp]
-        step = _Step(exchange, [Collected(s.facts, -1, s) for s in samples], dp_ranks)
-        pieces = {piece: step.cut(piece).nbytes for piece in step.pieces([rank])}
-        plain = sum(n for piece, n in pieces.items() if piece.field != "routing")
+        used = moves.used_by(rank)
+        plain = moves.num_bytes(piece for piece in used if piece.field != "routing")
         assert rollout_bytes(spec, mesh, at.pp, lengths, routing=False) == plain
-        assert rollout_bytes(spec, mesh, at.pp, lengths, routing=True) == sum(pieces.values())
+        assert rollout_bytes(spec, mesh, at.pp, lengths, routing=True) == moves.num_bytes(used)
