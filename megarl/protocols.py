@@ -41,10 +41,16 @@ class WeightSink(Protocol):
     """One server, as a weight push sees it: a closed vocabulary of control operations."""
 
     name: str
+    boot: str  # of one start of its process (``Member``)
     ranks: int  # members of a weight group
 
+    @property
+    def local_address(self) -> str:
+        """This machine's, as the server reaches it."""
+        ...
+
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """``op``: begin, join_group, leave_group, receive, load_path, digest, commit.
+        """``op``: begin, join_group, leave_group, receive, load_path, digest, commit, alive.
 
         Raises ServerError when the server refuses, does not answer in time or answers
         success=false.

@@ -36,6 +36,7 @@ LAYERS = [
         "experience",
         "sources",
         "rounds",
+        "servers",
         "curriculum",
         "stopping",
         "operators",

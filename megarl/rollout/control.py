@@ -2,24 +2,38 @@
 endpoints."""
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from megarl.errors import ServerError
 from megarl.rollout.features import Features, features_of
 
+_RETRY_S = 0.1
+
 
 @dataclass(frozen=True)
 class Call:
-    """One request of an operation; `body` is made from the operation's payload."""
+    """One request of an operation; `body` is made from the operation's payload.
+
+    `tries`: times that it is asked while the server refuses, a tenth of a second apart. `before`:
+    what is called before it is asked again, and may be refused. `may_be_refused`: with this payload
+    a refusal is no failure.
+    """
 
     path: str
     body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     json_reply: bool = True
+    method: str = "POST"
+    tries: int = 1
+    before: "Call | None" = None
+    may_be_refused: Callable[[Mapping[str, Any]], bool] = lambda payload: False
 
 
 def _given(payload: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,11 +45,22 @@ def _nothing(payload: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _SESSION = ("/begin_weight_update", "/end_weight_update")
+_END = Call("/end_weight_update", _nothing)
+
+
+def _keeps_cache(payload: Mapping[str, Any]) -> bool:
+    """Requests that are paused in place keep the keys and values of the old weights on purpose, and
+    a cache in use is never emptied. That no other request takes its prefixes from theirs is up to
+    who sends them, by an `extra_key`.
+    """
+    return payload.get("mode") == "in_place"
+
 
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     "begin": (
         Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
-        Call("/begin_weight_update", _nothing),
+        # An update that was left open half-way is closed first: SGLang refuses a second one.
+        Call("/begin_weight_update", _nothing, tries=2, before=_END),
     ),
     "join_group": (Call("/init_weights_update_group", _given),),
     "leave_group": (Call("/destroy_weights_update_group", _given),),
@@ -48,14 +73,16 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     "load_path": (Call("/update_weights_from_disk", _given),),
     "digest": (Call("/weights_checker", lambda p: {"action": "digest", "selector": "target"}),),
     "commit": (
-        Call("/end_weight_update", _nothing),
-        Call("/flush_cache", _nothing, json_reply=False),
+        _END,
+        # Requests that a pause has ended may leave the scheduler a moment later.
+        Call("/flush_cache", _nothing, json_reply=False, tries=100, may_be_refused=_keeps_cache),
         Call(
             "/update_weight_version",
             lambda p: {"new_version": str(p["version"]), "abort_all_requests": False},
         ),
         Call("/continue_generation", _nothing),
     ),
+    "alive": (Call("/server_info", _nothing, method="GET"),),
 }
 
 
@@ -71,23 +98,41 @@ class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
 
     def __init__(
-        self, url: str, key: str, name: str | None = None, *, ranks: int = 1, version: str = ""
+        self,
+        url: str,
+        key: str,
+        name: str | None = None,
+        *,
+        ranks: int = 1,
+        boot: str = "",
+        version: str = "",
     ) -> None:
         """`ranks`: the server's tensor-parallel ranks, each a member of a weight group. `version`
         of its software, as `Member.version` has it; empty: as the newest that is supported.
         """
-        self.url, self.ranks = url.rstrip("/"), ranks
+        self.url, self.ranks, self.boot = url.rstrip("/"), ranks, boot
         self._features = features_of(version) if version else Features()
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {key}"}
 
+    @property
+    def local_address(self) -> str:
+        """This machine's, as the server reaches it."""
+        parts = urlsplit(self.url)
+        host, port = parts.hostname or "127.0.0.1", parts.port or 80
+        kind = socket.SOCK_DGRAM
+        family, _, protocol, _, target = socket.getaddrinfo(host, port, type=kind)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # a datagram socket: sends nothing, only looks up the route
+            return str(probe.getsockname()[0])
+
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs the operation's calls in order; returns the last JSON reply.
 
-        Payloads: `begin` {"mode": of the pause}; `join_group`, `leave_group`, `receive`,
-        `load_path` carry SGLang's own fields; `commit` {"version": int}; `digest` nothing. Raises
-        ServerError naming the server and the call that was refused, failed or did not end within
-        `timeout_s` (of all calls together).
+        Payloads: `join_group`, `leave_group`, `receive`, `load_path` carry SGLang's own fields;
+        `begin` {"mode": pause mode}, `commit` that and {"version": int}; `digest`, `alive` nothing.
+        Raises ServerError naming the server and the call that was refused, failed or did not end
+        within `timeout_s` (of all calls together).
         """
         calls = calls_of(op, self._features)
         reply = asyncio.run(self._run(op, calls, payload, timeout_s))
@@ -117,7 +162,7 @@ class ServerControl:
         try:
             async with asyncio.timeout(timeout_s), new_session(self._headers) as session:
                 for at in calls:
-                    answer = await self._post(session, at, at.body(payload))
+                    answer = await self._ask(session, at, payload)
                     reply = answer or reply
         except TimeoutError as error:
             raise ServerError(
@@ -128,11 +173,31 @@ class ServerControl:
             raise ServerError(f"{self.name}: {op}: {at.path}: {reason}") from error
         return reply
 
-    async def _post(
+    async def _ask(
+        self, session: aiohttp.ClientSession, call: Call, payload: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        for left in range(call.tries - 1, -1, -1):
+            try:
+                return await self._once(session, call, call.body(payload))
+            except ServerError:
+                if call.may_be_refused(payload):
+                    return {}
+                if not left:
+                    raise
+            if call.before is not None:
+                with contextlib.suppress(ServerError):
+                    await self._once(session, call.before, call.before.body(payload))
+            else:
+                await asyncio.sleep(_RETRY_S)
+        raise AssertionError("unreachable")
+
+    async def _once(
         self, session: aiohttp.ClientSession, call: Call, body: Mapping[str, Any]
     ) -> dict[str, Any]:
         no_limit = aiohttp.ClientTimeout(total=None)
-        async with session.post(self.url + call.path, json=body, timeout=no_limit) as response:
+        content = body if call.method == "POST" else None
+        request = session.request(call.method, self.url + call.path, json=content, timeout=no_limit)
+        async with request as response:
             status, text = response.status, await response.text()
         if status != 200:
             raise ServerError(f"{self.name}: {call.path}: HTTP {status}: {_message(text)}")

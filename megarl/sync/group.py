@@ -108,6 +108,17 @@ def leave_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
+def abandon_group(group: dist.ProcessGroup, backend: str) -> None:
+    """Closes this member's end of a group that is broken, whatever is under way in it: then the
+    others' part of it fails, too. Over gloo that is when the last broadcast has ended or timed out;
+    call it where nobody waits, and drop the group with it.
+    """
+    if backend == "nccl":
+        c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
 def _listen(host: str) -> socket.socket:
     """A listening socket on a free port. The store takes it over as it is, so that nobody else can
     get the port in between."""

@@ -1,22 +1,27 @@
 """Real embedded servers for tests of weight pushes, alone or behind a proxy that lies for them."""
 
+import functools
 import json
+import multiprocessing
+import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-from megarl.config.rollout import RolloutSection
 from megarl.ops import digest_partial_ref, finish
-from megarl.rollout.fleet import ServerDeath, start_fleet
-from megarl.rundir import RunDir
+from megarl.rollout.process import read_or_make_key
+
+_FORKS = multiprocessing.get_context("forkserver")
 
 
 def http(url: str, key: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -46,10 +51,16 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 @dataclass
 class Server:
+    name: str
     url: str
     key: str
     pid: int
-    deaths: list[ServerDeath]
+    process: BaseProcess
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the ranks of a test need to know of it."""
+        return {"name": self.name, "url": self.url, "key": self.key, "boot": str(self.pid)}
 
     def digests(self) -> dict[str, str]:
         status, reply = http(self.url, self.key, "/weights_checker", {"action": "digest"})
@@ -75,15 +86,56 @@ class Server:
 
 @contextmanager
 def started(model: Path, folder: Path, max_running: int = 2) -> Iterator[Server]:
-    deaths: list[ServerDeath] = []
-    run = RunDir(folder)
-    section = RolloutSection(max_running=max_running, context_length=32)
-    fleet = start_fleet(section, run_dir=run, model=model, dtype="fp32", on_death=deaths.append)
+    """A server process of its own; ends with the block, or with this process."""
+    with several(model, folder, 1, max_running) as servers:
+        yield servers[0]
+
+
+@contextmanager
+def several(model: Path, folder: Path, count: int, max_running: int = 2) -> Iterator[list[Server]]:
+    """Forked from a process that has imported everything already."""
+    _FORKS.set_forkserver_preload(["megarl.serve", "transformers.models.qwen3_moe"])
+    folder.mkdir(parents=True, exist_ok=True)
+    key = folder / "server.key"
+    read_or_make_key(key)
+    processes = []
     try:
-        pid = json.loads(run.server(0).read_text())["pid"]
-        yield Server(fleet.urls[0], fleet.key, pid, deaths)
+        for k in range(count):
+            options = {"key_file": key, "ready_file": folder / f"server_{k}.json"}
+            options |= {"max_running": max_running, "context_length": 32}
+            log = folder / f"server_{k}.log"
+            target = functools.partial(_serve, log, model, parent_pid=os.getpid(), **options)
+            processes.append(_FORKS.Process(target=target, daemon=True))
+            processes[-1].start()
+        servers = []
+        for k, process in enumerate(processes):
+            url = _ready(folder / f"server_{k}.json", folder / f"server_{k}.log")
+            assert process.pid is not None
+            servers.append(Server(f"server {k}", url, key.read_text(), process.pid, process))
+        yield servers
     finally:
-        fleet.close()
+        for process in processes:
+            process.kill()  # one that is stopped does not see SIGTERM
+        for process in processes:
+            process.join()
+
+
+def _serve(log: Path, model: Path, **options: Any) -> None:
+    from megarl.serve import main
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    main(model, **options)
+
+
+def _ready(file: Path, log: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    url: str = json.loads(file.read_text())["url"]
+    return url
 
 
 Rewrite = Callable[[int, Any], tuple[int, Any]]

@@ -1,0 +1,198 @@
+"""The rollout servers as all trainer ranks know them: who serves, and with which weights.
+
+Rank 0 watches over the fleet; the others learn of it here, at points that all ranks reach.
+
+1. A server serves, and collectors hear of it, only with the weights of the version pushed last. One
+   that has come, or come back (another ``boot``), gets them first, by a push of its own.
+2. A server that a push lost, or that the fleet does not name any more, is withdrawn from the
+   collectors. One lost to a push is given up: that process is never pushed to again.
+3. While weights arrive nobody probes: servers pause.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import ServerError
+from megarl.hostcomm import agree, broadcast_json, gather_json
+from megarl.protocols import Collector, Fleet, Transport, WeightSink
+from megarl.types import Max, Member, Metric, Push, StepMetrics
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_TELL_EVERY_S = 15.0
+
+
+class Servers:
+    """``push``, ``refresh`` and ``require`` are collective over ``group``, all trainer ranks."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        group: dist.ProcessGroup,
+        *,
+        sink: Callable[[Member], WeightSink],
+        fleet: Fleet | None,
+        collector: Collector | None,
+        start_timeout_s: float,
+    ) -> None:
+        """``fleet`` on rank 0 alone; ``collector`` on the ranks that collect. ``start_timeout_s``:
+        how long ``require`` waits.
+        """
+        self._transport, self._group, self._sink = transport, group, sink
+        self._fleet, self._collector = fleet, collector
+        self._start_timeout_s = start_timeout_s
+        self._version: int | None = None
+        self._members: list[Member] = []  # as rank 0 last told them
+        self._serving: tuple[Member, ...] = ()
+        self._given_up: set[tuple[str, str]] = set()  # (name, boot)
+        self._gone: dict[str, str] = {}  # why it does not serve, by name
+
+    @property
+    def serving(self) -> tuple[Member, ...]:
+        """The same on every rank."""
+        return self._serving
+
+    def push(self, version: int) -> StepMetrics:
+        """New weights to all servers there are. Metrics on rank 0."""
+        self._look({})
+        self._version = version
+        members = self._usable()
+        push = self._send(members)
+        self._serve([m for m in members if m.name not in push.lost])
+        if dist.get_rank() != 0:
+            return []
+        metrics = [
+            Metric("servers/serving", Max(len(self._serving))),
+            Metric("servers/lost", Max(len(push.lost))),
+        ]
+        if (receipt := push.receipt) is not None:
+            metrics += [
+                Metric("sync/version", Max(receipt.version)),
+                Metric("sync/seconds", Max(receipt.seconds)),
+                Metric("sync/bytes", Max(receipt.num_bytes)),
+                Metric("sync/tensors", Max(receipt.tensors)),
+            ]
+        return metrics
+
+    def refresh(self, suspects: Mapping[Member, str]) -> bool:
+        """Follows the fleet; ``suspects``: what this rank's collector says failed it. True if
+        others serve now than before. As long as nothing changes, this is one small all-reduce.
+        """
+        if not self._look(suspects):
+            return False
+        before = self._serving
+        usable = self._usable()
+        if self._version is not None:
+            still = [m for m in before if m in usable]
+            self._serve(still)  # requests to those that are gone wait no longer than they have
+            newcomers = [m for m in usable if m not in before]
+            if newcomers:
+                push = self._send(newcomers)
+                known = {*still, *(m for m in newcomers if m.name not in push.lost)}
+                self._serve([m for m in usable if m in known])
+        return self._serving != before
+
+    def require(self) -> None:
+        """Returns when a server serves (before the first push: when there is one). Raises
+        ServerError when none will come, or has come in time.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        tell_at = time.monotonic() + _TELL_EVERY_S
+        while not (self._serving if self._version is not None else self._usable()):
+            self.refresh({})
+            if self._serving:
+                break
+            if (why := self._hopeless(deadline)) is not None:
+                raise ServerError(why)
+            if self._fleet is not None and time.monotonic() > tell_at:
+                log.warning("no rollout server serves; waiting for one%s", self._missing())
+                tell_at = time.monotonic() + _TELL_EVERY_S
+            time.sleep(_POLL_S)
+
+    # ---- what rank 0 knows, on every rank ------------------------------------------------------
+
+    def _look(self, suspects: Mapping[Member, str]) -> bool:
+        """Passes suspects on to the fleet, and takes over its members; whether they changed."""
+        members, error = self._members, None
+        if self._fleet is not None:
+            try:
+                members = self._fleet.members()
+            except Exception as e:
+                error = e
+        flags = torch.tensor([bool(suspects), members != self._members, error is not None]).int()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        suspected, changed, failed = flags.tolist()
+        if failed:
+            agree(error, self._group, "asking the fleet for its servers")
+        if suspected:
+            self._suspect(suspects)
+        if changed:
+            told = broadcast_json([asdict(m) for m in members], 0, self._group)
+            self._members = [Member(**fields) for fields in told]
+        return bool(changed)
+
+    def _suspect(self, suspects: Mapping[Member, str]) -> None:
+        everyone = gather_json([[asdict(m), why] for m, why in suspects.items()], self._group)
+        if everyone is None or self._fleet is None:
+            return
+        reasons: dict[Member, str] = {}
+        for fields, why in (pair for part in everyone for pair in part):
+            reasons.setdefault(Member(**fields), why)
+        for member, why in reasons.items():
+            self._fleet.suspect(member, why)
+
+    def _hopeless(self, deadline: float) -> str | None:
+        """Why there is nothing to wait for, the same on every rank."""
+        why = None
+        if self._fleet is not None:
+            why = self._fleet.trouble()
+            if why is None and time.monotonic() > deadline:
+                limit = f"{self._start_timeout_s:g} s (rollout.start_timeout_s)"
+                why = f"no rollout server came within {limit}{self._missing()}"
+        told: str | None = broadcast_json(why, 0, self._group)
+        return told
+
+    def _missing(self) -> str:
+        return "".join(f"\n  {name}: {why}" for name, why in self._gone.items())
+
+    # ---- pushes --------------------------------------------------------------------------------
+
+    def _usable(self) -> list[Member]:
+        return [m for m in self._members if (m.name, m.boot) not in self._given_up]
+
+    def _send(self, members: Sequence[Member]) -> Push:
+        assert self._version is not None
+        with self._held():
+            push = self._transport.push(self._version, [self._sink(m) for m in members])
+        for member in members:
+            if (why := push.lost.get(member.name)) is None:
+                continue
+            self._given_up.add((member.name, member.boot))
+            self._gone[member.name] = why
+            if self._fleet is not None:
+                self._fleet.give_up(member, why)
+        return push
+
+    def _held(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._fleet is None else self._fleet.hold()
+
+    def _serve(self, members: Sequence[Member]) -> None:
+        """Collectors hear of it if it is another list than before."""
+        if tuple(members) == self._serving:
+            return
+        for member in self._serving:
+            if member not in members:
+                self._gone.setdefault(member.name, "it does not answer any more")
+        self._serving = tuple(members)
+        for member in members:
+            self._gone.pop(member.name, None)
+        if self._collector is not None:
+            self._collector.serve_from(self._serving)

@@ -1,0 +1,149 @@
+"""Servers that die, hang or lie during a push to several: the others get everything, in time.
+
+Real server processes; the trainer's ranks have weights of a file. What a server must hold is read
+from that file.
+"""
+
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.types import Push
+from tests.conftest import make_tiny_model
+from tests.helpers.dist import WorkerPool
+from tests.sync.servers import Server, digests_of, several
+from tests.sync.watched import Blow
+
+pytestmark = pytest.mark.dist
+
+BOUND_S = 8.0  # of a push in which servers die; deadlines are 30 s unless a test sets them
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two models of the same shapes, 25 MB each: more than sockets hold."""
+    folder = tmp_path_factory.mktemp("models")
+    first = make_tiny_model(folder / "0", "--init-std", "0.1", "--moe-ffn", "1024")
+    shutil.copytree(first, folder / "1")
+    tensors = load_file(first / "model.safetensors")
+    changed = {name: tensor * 1.01 + 0.001 for name, tensor in tensors.items()}
+    assert not any(torch.equal(tensors[n], changed[n]) for n in tensors)
+    save_file(changed, folder / "1" / "model.safetensors", metadata={"format": "pt"})
+    return [first, folder / "1"]
+
+
+@pytest.fixture
+def servers(models: list[Path], tmp_path: Path) -> Iterator[list[Server]]:
+    """Four; the last one is called like the second: it has taken its place."""
+    with several(models[0], tmp_path / "run", 4) as servers:
+        servers[3].name = servers[1].name
+        yield servers
+
+
+class Trainer:
+    def __init__(self, pool: WorkerPool, models: list[Path], servers: list[Server]) -> None:
+        self.pool, self.models, self.servers = pool, models, servers
+
+    def push(
+        self, *whom: list[int], world: int = 2, stages: int = 1, **options: Any
+    ) -> tuple[list[Push], list[float], dict[str, list[tuple[str, str, str]]]]:
+        """One push to each set of servers, of versions 1, 2, ... and alternating weights. What
+        became of each, the same on every rank, its seconds, and what was asked of every server.
+        """
+        pushes = [(v, self.file(v), k) for v, k in enumerate(whom, start=1)]
+        described = [server.described for server in self.servers]
+        work = "tests.sync.work_push:push"
+        options = {"stages": stages, "servers": described, "pushes": pushes, **options}
+        ranks = self.pool.run(work, world=world, **options)
+        assert [step[0] for rank in ranks for step in rank["steps"]] == [None] * world * len(whom)
+        first = [step[1] for step in ranks[0]["steps"]]
+        for rank in ranks[1:]:
+            assert [step[1].lost for step in rank["steps"]] == [push.lost for push in first]
+        seconds = [max(rank["steps"][k][2] for rank in ranks) for k in range(len(whom))]
+        seen: dict[str, list[tuple[str, str, str]]] = {}
+        for rank in ranks:
+            for boot, operations in rank["seen"].items():
+                seen.setdefault(boot, []).extend(operations)
+        return first, seconds, seen
+
+    def file(self, version: int) -> Path:
+        return self.models[version % 2] / "model.safetensors"
+
+    def serves(self, server: Server, version: int) -> None:
+        """Exactly these weights, under this version, and it samples."""
+        assert server.digests() == digests_of(self.models[version % 2])
+        status, reply = server.generate()
+        assert (status, reply["meta_info"]["weight_version"]) == (200, str(version))
+
+
+@pytest.fixture
+def trainer(pool: WorkerPool, models: list[Path], servers: list[Server]) -> Trainer:
+    return Trainer(pool, models, servers)
+
+
+@pytest.mark.parametrize(
+    ("stages", "op", "nth", "later_s"),
+    [
+        (1, "begin", 1, 0.0),
+        (2, "join_group", 0, 0.0),
+        (1, "receive", 1, 0.0),
+        (1, "receive", 1, 0.5),  # with a part of the bucket received
+        (2, "digest", 1, 0.0),
+        (1, "commit", 1, 0.0),
+    ],
+)
+def test_one_of_three_dies_and_the_others_get_everything(
+    trainer: Trainer, stages: int, op: str, nth: int, later_s: float
+) -> None:
+    """Then one that has taken its place gets the next push with them."""
+    victim = trainer.servers[1]
+    first = [0, 1, 2] if nth else [0, 2]
+    blow = Blow(op, nth, victim.pid, later_s=later_s)
+    pushes, seconds, seen = trainer.push(
+        first, [0, 1, 2], [0, 2, 3], stages=stages, blows={str(victim.pid): blow}
+    )
+    assert [set(push.lost) for push in pushes] == [set(), {victim.name}, set()]
+    assert victim.url in pushes[1].lost[victim.name] or op in pushes[1].lost[victim.name]
+    assert max(seconds) < BOUND_S
+    assert [p.receipt.version for p in pushes if p.receipt is not None] == [1, 2, 3]
+    assert [name for name, *_ in seen[str(victim.pid)]].count("commit") == nth
+    for k in (0, 2, 3):
+        trainer.serves(trainer.servers[k], 3)
+    for k in (0, 2):  # over one group a stage, all the time; the version moves at commit alone
+        operations = seen[str(trainer.servers[k].pid)]
+        assert [name for name, *_ in operations].count("join_group") == stages
+        moves = [(name, before, after) for name, before, after in operations if before != after]
+        assert moves == [("commit", "0", "1"), ("commit", "1", "2"), ("commit", "2", "3")]
+
+
+def test_one_that_hangs_in_the_middle_of_a_bucket_is_left_behind_at_the_deadline(
+    trainer: Trainer,
+) -> None:
+    victim = trainer.servers[0]
+    blow = Blow("receive", 1, victim.pid, signal.SIGSTOP)
+    pushes, seconds, _ = trainer.push(
+        [0, 1, 2], [0, 1, 2], [1, 2], deadline_s=2.0, blows={str(victim.pid): blow}
+    )
+    assert [set(push.lost) for push in pushes] == [set(), {victim.name}, set()]
+    assert "did not end within 2 s" in pushes[1].lost[victim.name]
+    assert seconds[1] < 2 * 2.0 + 1 and seconds[2] < 2
+    for k in (1, 2):
+        trainer.serves(trainer.servers[k], 3)
+
+
+def test_all_die_and_those_that_take_their_place_get_the_next_push(trainer: Trainer) -> None:
+    blows = {
+        str(server.pid): Blow(op, 0, server.pid)
+        for server, op in zip(trainer.servers, ("begin", "receive", "digest"), strict=False)
+    }
+    pushes, seconds, _ = trainer.push([0, 1, 2], [3], blows=blows)
+    assert set(pushes[0].lost) == {"server 0", "server 1", "server 2"}
+    assert pushes[0].receipt is None and pushes[1].lost == {}
+    assert max(seconds) < BOUND_S
+    trainer.serves(trainer.servers[3], 2)

@@ -1,0 +1,63 @@
+"""Servers that are watched during a push, and struck in the middle of it."""
+
+import json
+import os
+import threading
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from signal import SIGKILL, SIGSTOP, Signals
+from typing import Any
+
+from megarl.rollout.control import ServerControl
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to a server's process before the ``nth`` operation of one kind on it. One that
+    is stopped first and gets the signal ``later_s`` afterwards dies with the operation under way.
+    """
+
+    op: str
+    nth: int
+    pid: int
+    signal: Signals = SIGKILL
+    later_s: float = 0.0
+
+    def strike(self) -> None:
+        if not self.later_s:
+            os.kill(self.pid, self.signal)
+            return
+        os.kill(self.pid, SIGSTOP)
+        threading.Timer(self.later_s, os.kill, (self.pid, self.signal)).start()
+
+
+class Watched(ServerControl):
+    """A server that is asked for its version around every operation, and struck when its time has
+    come.
+    """
+
+    def __init__(self, url: str, key: str, name: str, boot: str, blow: Blow | None) -> None:
+        super().__init__(url, key, name, boot=boot)
+        self.key, self.blow = key, blow
+        self.seen: list[tuple[str, str, str]] = []
+
+    def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        before = self.version()
+        nth = sum(seen == op for seen, *_ in self.seen)
+        if self.blow is not None and (op, nth) == (self.blow.op, self.blow.nth):
+            self.blow.strike()
+        reply = super().control(op, payload, timeout_s)
+        self.seen.append((op, before, self.version()))
+        return reply
+
+    def version(self) -> str:
+        """ "gone" for a server that does not answer."""
+        bearer = {"Authorization": f"Bearer {self.key}"}
+        request = urllib.request.Request(f"{self.url}/server_info", headers=bearer)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=1) as response:
+                return str(json.load(response)["weight_version"])
+        except OSError:
+            return "gone"
