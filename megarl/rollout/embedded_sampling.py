@@ -7,6 +7,8 @@ longer prompt draws on. Source: Steele, Lea, Flood, "Fast Splittable Pseudorando
 Generators", 2014 (constants).
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -22,21 +24,50 @@ def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArra
     return (_mix(state) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
+@dataclass(frozen=True)
+class Truncation:
+    """Of every row: sampled from are the ``top_ks`` likeliest tokens that are not behind ``top_ps``
+    of the probability and have ``min_ps`` of the likeliest's. i64, f64, f64 [n]; V, 1 and 0 keep
+    everything.
+    """
+
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+
+    def keeps(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """bool [n, V]. Each limit looks at the whole distribution, as SGLang's torch sampler has
+        it: none is renormalised by another. Of equally likely tokens the lower id comes first.
+        """
+        ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+        ranks = torch.arange(ordered.shape[1], device=ordered.device)
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = (ranks < self.top_ks[:, None]) & (ordered >= ordered[:, :1] * self.min_ps[:, None])
+        kept &= (before <= self.top_ps[:, None]) | (self.top_ps[:, None] >= 1)
+        return torch.empty_like(kept).scatter_(1, ids, kept)
+
+
 def sample(
-    logits: torch.Tensor, temperatures: torch.Tensor, draws: torch.Tensor
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    draws: torch.Tensor,
+    truncation: Truncation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, and its log-prob.
 
     `logits` f32 [n, V]; `temperatures` f32 [n], 0 for greedy; `draws` f64 [n] in [0, 1). Returns
-    tokens i64 [n] and log-probs f32 [n] of the distribution sampled from: softmax(logits / t); of
-    greedy rows at temperature 1, as SGLang reports them.
+    tokens i64 [n] and log-probs f32 [n] of softmax(logits / t); of greedy rows at temperature 1.
+    Those of truncated rows are of the whole distribution, too. All this is as SGLang reports them.
     """
     greedy = temperatures == 0
     scale = torch.where(greedy, torch.ones_like(temperatures), temperatures)
     logprobs = torch.log_softmax(logits / scale[:, None], dim=-1)
     # Inverse of the cumulative distribution, in f64: the first token whose sum exceeds the draw. A
     # draw has 52 bits, so draw * total stays below total, and no token of probability 0 is first.
-    cumulative = logprobs.double().exp_().cumsum_(dim=-1)
+    probabilities = logprobs.double().exp_()
+    if truncation is not None:
+        probabilities *= truncation.keeps(probabilities)
+    cumulative = probabilities.cumsum_(dim=-1)
     target = draws[:, None] * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     drawn = drawn.clamp_(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megarl.errors import ServerError
 from megarl.rollout.embedded_model import SlotModel
-from megarl.rollout.embedded_sampling import sample, uniforms
+from megarl.rollout.embedded_sampling import Truncation, sample, uniforms
 from megarl.rollout.embedded_schedule import Sampled, Schedule
 
 CHUNK_FROM = 32  # not in fixed shape: so many tokens to feed or more go through in one piece
@@ -121,6 +121,7 @@ class Stepper:
             logits,
             torch.from_numpy(temperatures).to(logits.device),
             torch.from_numpy(draws).to(logits.device),
+            self._truncation(sequences, at, size),
         )
         tokens, values = chosen.cpu().numpy()[at].tolist(), logprobs.cpu().numpy()[at]
         finite = np.isfinite(values).tolist()
@@ -138,6 +139,22 @@ class Stepper:
             if reason is not None:
                 finished.append((sequence, reason))
         return finished
+
+    def _truncation(
+        self, sequences: list[Sampled], at: NDArray[np.int64], size: int
+    ) -> Truncation | None:
+        """None where no sequence is truncated, which costs a sort less; the bits of one that is not
+        are the same either way.
+        """
+        params = [sequence.request.sampling for sequence in sequences]
+        if not any(p.truncates for p in params):
+            return None
+        vocab, device = self._model.vocab_size, self._model.device
+        top_ks, top_ps, min_ps = np.full(size, vocab), np.ones(size), np.zeros(size)
+        top_ks[at] = [p.top_k if p.top_k > 0 else vocab for p in params]
+        top_ps[at] = [p.top_p for p in params]
+        min_ps[at] = [p.min_p for p in params]
+        return Truncation(*(torch.from_numpy(v).to(device) for v in (top_ks, top_ps, min_ps)))
 
 
 def _read_input_logprobs(

@@ -93,7 +93,7 @@ class Fleet:
     def controls(self) -> list[ServerControl]:
         """One WeightSink a member."""
         return [
-            ServerControl(m.url, self.key, m.name, ranks=m.ranks, version=m.version)
+            ServerControl(m.url, self.key, m.name, ranks=m.ranks, boot=m.boot, version=m.version)
             for m in self.members()
         ]
 

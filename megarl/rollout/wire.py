@@ -2,8 +2,10 @@
 
 Request: `input_ids` (one list, or a list of lists: a batch), `sampling_params` (one for all, or a
 list), `rid` (likewise), `return_logprob`, `logprob_start_len`, `return_routed_experts`,
-`routed_experts_start_len`. A field that would change what is sampled and that we do not implement
-is refused unless it says "off": silently ignoring top_p would make every log-prob wrong.
+`routed_experts_start_len`, `extra_key`. A field that would change what is sampled and that we do
+not implement is refused unless it says "off": silently ignoring a penalty would make every log-prob
+wrong. `extra_key` names requests that may share cached prefixes; here none outlives its request,
+and those that are fed together have the same weights.
 
 Reply, per sequence: `output_ids` (the end token included) and `meta_info`. Log-probs are triples
 `[value, token id, null]`; the first input log-prob is null (nothing precedes it); routed experts
@@ -26,9 +28,6 @@ DEFAULT_NEW_TOKENS = 128
 MAX_TEMPERATURE = 1e6
 
 _NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
-    "top_p": (None, 1, 1.0),
-    "top_k": (None, -1),
-    "min_p": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),
@@ -50,6 +49,9 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "stop_token_ids",
     "sampling_seed",
+    "top_p",
+    "top_k",
+    "min_p",
 )
 _FIELDS = (
     "input_ids",
@@ -59,6 +61,7 @@ _FIELDS = (
     "logprob_start_len",
     "return_routed_experts",
     "routed_experts_start_len",
+    "extra_key",
 )
 
 
@@ -87,6 +90,13 @@ class SamplingParams:
     ignore_eos: bool
     stop_token_ids: frozenset[int]
     seed: int | None
+    top_p: float = 1.0
+    top_k: int = -1  # all
+    min_p: float = 0.0
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,7 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[GenerateRequest], bo
     samplings = _per_request(body, "sampling_params", count, dict, batch)
     rids = _rids(body.get("rid"), count, batch)
     starts = _per_request(body, "logprob_start_len", count, int, batch)
+    _per_request(body, "extra_key", count, str, batch)
     return_logprob = _flag(body, "return_logprob")
     return_routing = _flag(body, "return_routed_experts")
     if return_routing and not limits.has_routing:
@@ -230,7 +241,27 @@ def _sampling(raw: Mapping[str, Any], vocab_size: int) -> SamplingParams:
             _token_ids("sampling_params.stop_token_ids", stop_ids, vocab_size, may_be_empty=True)
         ),
         seed=seed,
+        top_p=_fraction(raw, "top_p", 1.0, least="above 0"),
+        top_k=_top_k(raw.get("top_k")),
+        min_p=_fraction(raw, "min_p", 0.0, least="0"),
     )
+
+
+def _fraction(raw: Mapping[str, Any], name: str, default: float, *, least: str) -> float:
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not _is_number(value) or not 0 <= value <= 1 or (value == 0 and least != "0"):
+        raise BadRequest(f"sampling_params.{name}", value, f"{least} to 1")
+    return float(value)
+
+
+def _top_k(value: Any) -> int:
+    if value is None or value == -1:
+        return -1
+    if type(value) is not int or value < 1:
+        raise BadRequest("sampling_params.top_k", value, "1 or above, or -1 for all tokens")
+    return value
 
 
 def _token_ids(

@@ -11,7 +11,7 @@ import torch
 from megarl.errors import ConfigError, DataError, ServerError
 from megarl.rollout.embedded import Engine, Unusable
 from megarl.rollout.embedded_model import SlotModel
-from megarl.rollout.embedded_sampling import sample, uniforms
+from megarl.rollout.embedded_sampling import Truncation, sample, uniforms
 from megarl.rollout.embedded_schedule import Schedule
 from megarl.rollout.wire import Generated, GenerateRequest, Limits, parse_generate
 from megarl.types import TensorSpec
@@ -220,6 +220,92 @@ def test_sampling_inverts_the_distribution() -> None:
     assert sample(certain, torch.ones(1), highest)[0].item() == 0  # never a token of probability 0
     greedy, logprob = sample(logits, torch.zeros(1), highest)
     assert greedy.item() == 3 and logprob.item() == logits[0, 3].item()
+
+
+# Out of order; likeliest first they are tokens 2, 4, 0, 1, 3.
+PROBABILITIES = [0.16, 0.10, 0.40, 0.04, 0.30]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "kept"),
+    [
+        (2, 1.0, 0.0, {2, 4}),
+        (1, 1.0, 0.0, {2}),
+        (5, 0.69, 0.0, {2, 4}),  # of what is likelier than token 0 there is 0.70
+        (5, 0.71, 0.0, {2, 4, 0}),
+        (5, 1e-9, 0.0, {2}),
+        (5, 1.0, 0.30, {2, 4, 0}),  # 0.12 and more
+        (5, 1.0, 0.26, {2, 4, 0}),
+        (5, 1.0, 0.24, {2, 4, 0, 1}),
+        (5, 1.0, 1.0, {2}),
+        (3, 0.60, 0.26, {2, 4}),  # all three: each of the whole distribution
+        (2, 0.71, 0.0, {2, 4}),
+        (5, 1.0, 0.0, {0, 1, 2, 3, 4}),
+    ],
+)
+def test_truncated_sampling_draws_from_what_is_kept_and_reports_the_whole(
+    top_k: int, top_p: float, min_p: float, kept: set[int]
+) -> None:
+    """Draws at even distances give every kept token its renormalised share, to one draw."""
+    n = 1000
+    draws = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    logits = torch.tensor(PROBABILITIES).log().expand(n, -1)
+    limits = [torch.full((n,), value) for value in (top_k, top_p, min_p)]
+    truncation = Truncation(limits[0], limits[1].double(), limits[2].double())
+    tokens, logprobs = sample(logits, torch.ones(n), draws, truncation)
+    mass = sum(PROBABILITIES[token] for token in kept)
+    for token, probability in enumerate(PROBABILITIES):
+        expected = n * probability / mass if token in kept else 0
+        assert abs(int((tokens == token).sum()) - expected) <= (1 if token in kept else 0)
+    torch.testing.assert_close(logprobs, torch.tensor(PROBABILITIES).log()[tokens])
+
+
+def test_temperature_comes_before_truncation_and_greedy_ignores_it() -> None:
+    """At temperature 1/2 probabilities are squared: 0.5, 0.3, 0.2 become 25, 9, 4 of 38."""
+    logits = torch.tensor([0.3, 0.5, 0.2]).log().expand(3, -1)
+    one = torch.full((3,), 24.5 / 38, dtype=torch.float64)  # less than the likeliest one alone
+    truncation = Truncation(torch.full((3,), 3), one, torch.zeros(3, dtype=torch.float64))
+    lowest = torch.zeros(3, dtype=torch.float64)  # draws the kept token of the lowest id
+    temperatures = torch.tensor([0.5, 1.0, 0.0])
+    tokens, logprobs = sample(logits, temperatures, lowest, truncation)
+    assert tokens.tolist() == [1, 0, 1]
+    expected = torch.tensor([25 / 38, 0.3, 0.5]).log()
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_equally_likely_tokens_are_kept_by_id_and_neighbours_keep_their_bits() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    logits[1] = 0
+    draws = torch.tensor([0.1, 0.999, 0.5, 0.9], dtype=torch.float64)
+    plain = sample(logits, torch.ones(4), draws)
+    ks = torch.tensor([50, 7, 50, 50])
+    ones = torch.ones(4, dtype=torch.float64)
+    tokens, logprobs = sample(logits, torch.ones(4), draws, Truncation(ks, ones, ones * 0))
+    assert tokens[1] == 6
+    others = torch.tensor([0, 2, 3])
+    assert torch.equal(tokens[others], plain[0][others])
+    assert torch.equal(logprobs[others], plain[1][others])
+
+
+def test_a_truncated_request_among_others_samples_from_its_nucleus_alone(
+    engine: Engine, reference_a: Reference
+) -> None:
+    """A batch with and without: the former stay in their nucleus, the latter leave it."""
+    prompt, narrow = PROMPTS[1], {"top_p": 0.3, "top_k": 4, "min_p": 0.05}
+    plain = ask(engine, [prompt] * 6, sampling_seed=5)
+    mixed = requests_for(engine, [prompt] * 3, **narrow) + requests_for(engine, [prompt] * 3)
+    left = 0
+    for place, result in enumerate([*engine.submit(mixed).result(60), *plain]):
+        tokens = list(prompt)
+        for token in result.token_ids:
+            likely = reference_a.next_probabilities(tokens)
+            ordered, ids = likely.sort(descending=True)
+            kept = (ordered.cumsum(0) - ordered <= 0.3) & (ordered >= 0.05 * ordered[0])
+            inside = token in ids[kept][:4].tolist()
+            assert inside or place >= 3
+            left += not inside
+            tokens.append(token)
+    assert left > 10
 
 
 def schedule_with(prompts: list[list[int]], num_slots: int) -> Schedule:
