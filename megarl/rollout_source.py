@@ -14,6 +14,7 @@ import torch
 from megarl.books import Books
 from megarl.collection import Collection
 from megarl.config.failures import on_failure
+from megarl.config.rollout import staleness_bound
 from megarl.config.schema import Config
 from megarl.curriculum import LengthCurriculum
 from megarl.data.exchange import Collected
@@ -259,7 +260,7 @@ def collection_settings(config: Config) -> CollectionSettings:
         temperature=rollout.temperature,
         seed=config.run.seed,
         schedule=SCHEDULES[rollout.schedule],
-        max_staleness=rollout.staleness,
+        max_staleness=staleness_bound(rollout),
         over_sampling=rollout.over_sampling,
         max_rounds=sampling.max_rounds if sampling else None,
         tolerant=on_failure(config.on_failure, "servers", os.environ) == "restart",

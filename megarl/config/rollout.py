@@ -147,11 +147,11 @@ class RolloutSection(Section):
     def longest_response(self) -> int:
         return max(stage.max_new_tokens for stage in self.stages)
 
-    @property
-    def staleness(self) -> int:
-        """``max_staleness``, or what it is where it is null."""
-        usual = {"synchronous": 1, "one_step_off": 2, "asynchronous": 2}
-        return usual[self.schedule] if self.max_staleness is None else self.max_staleness
+
+def staleness_bound(rollout: RolloutSection) -> int:
+    """``rollout.max_staleness``, or what it is where that is null."""
+    usual = {"synchronous": 1, "one_step_off": 2, "asynchronous": 2}
+    return usual[rollout.schedule] if rollout.max_staleness is None else rollout.max_staleness
 
 
 class OnFailureSection(Section):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from megarl.config.rollout import RolloutSection
+from megarl.config.rollout import RolloutSection, staleness_bound
 from megarl.config.schema import Config
 from megarl.errors import Problem
 
@@ -97,7 +97,7 @@ def _parallel(rollout: RolloutSection, hf: Mapping[str, Any]) -> Iterator[Proble
 
 def _staleness(rollout: RolloutSection) -> Iterator[Problem]:
     ahead = rollout.schedule != "synchronous"
-    if ahead and rollout.staleness < 1:
+    if ahead and staleness_bound(rollout) < 1:
         accepted = f"at least 1: rollout.schedule={rollout.schedule} samples before the step before"
         yield Problem(
             "rollout.max_staleness", str(rollout.max_staleness), f"{accepted} has trained"
