@@ -3,7 +3,8 @@
 #
 #   launch/local.sh CONFIG.yaml... [key=value ...]
 #
-# Ctrl-C or SIGTERM: the step in progress is finished and saved, at most run.stop_grace_s later everything ends.
+# Ctrl-C or SIGTERM: the step in progress is finished, or left while it waits for samples; what is done is saved, and at
+# most run.stop_grace_s later everything ends.
 # A failing rank or server ends the rest; the first cause is printed last. Exit code 0 only for a finished run.
 # With on_failure={trainer: restart, servers: restart} the ranks are started again, and the servers, started here, stay.
 set -euo pipefail

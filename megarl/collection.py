@@ -97,10 +97,14 @@ class Collection:
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def take(self, step: int) -> StepSamples:
-        """The samples that ``step`` trains on; servers have the weights of the step before."""
+    def take(self, step: int, stopping: Callable[[], bool] = lambda: False) -> StepSamples | None:
+        """The samples that ``step`` trains on; servers have the weights of the step before.
+        ``stopping``, collective: whether the run is to end. Then, where they are not there yet,
+        None: what there is stays, and is part of ``state``.
+        """
         self.version = step - 1
-        self._collect(step)
+        if not self._collect(step, stopping):
+            return None
         stock = self._stock
         came = [c.facts for serial in sorted(stock.came) for c in stock.ready[serial]]
         came = pad_rewards(came, len(self.reward_names) or 1)
@@ -118,8 +122,8 @@ class Collection:
         return StepSamples(chosen, accuracy, metrics + self._books.metrics())
 
     def before_push(self, step: int, stopping: Callable[[], bool] = lambda: False) -> None:
-        """``step`` has trained, and its weights are about to go to the servers. ``stopping``,
-        collective: whether the run ends here; then what the next step asked for is left undone.
+        """``step`` has trained, and its weights are about to go to the servers. ``stopping``: as
+        ``take`` has it; what the next step asked for is left undone then.
         """
         settings = self._settings
         ahead = settings.schedule.ahead and settings.schedule.whole and step < settings.steps

@@ -67,9 +67,10 @@ def _steps(parts: Parts, step: int) -> None:
     if step == 0:  # a resumed run has this step's line already
         _report(parts, step, metrics, [])
     while step < config.run.steps and not any_rank(stop.requested, parts.parallel.host):
+        stop.where = f"step {step + 1}"
+        if not train_step(parts, step + 1):
+            break
         step += 1
-        stop.where = f"step {step}"
-        train_step(parts, step)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             save(parts, step)
             saved = step
@@ -91,12 +92,17 @@ def _account_for_ops(parts: Parts) -> None:
         parts.reporter.note(line)
 
 
-def train_step(parts: Parts, step: int) -> None:
-    """The stages of the module docstring."""
+def train_step(parts: Parts, step: int) -> bool:
+    """The stages of the module docstring. False where the run is to end and there are no samples
+    yet: nothing has changed.
+    """
     timer, actor, critic, parallel = parts.timer, parts.actor, parts.critic, parts.parallel
     with timer("step"):
         with timer("rollout"):
-            samples, metrics = parts.source.take(step)
+            taken = parts.source.take(step)
+            if taken is None:
+                return False
+            samples, metrics = taken
             facts = [s.facts for s in samples]
         with timer("plan"):
             plan, moved = plan_step(
@@ -138,6 +144,7 @@ def train_step(parts: Parts, step: int) -> None:
     with timer("eval"):
         metrics += parts.source.evaluate(step)
     _report(parts, step, metrics, samples)
+    return True
 
 
 def _critics_plan(
@@ -165,7 +172,8 @@ def save(parts: Parts, step: int) -> None:
     if parts.saves_reference:
         write[REFERENCE] = actor.save_reference
         num_bytes += weight_bytes(actor)
-    write[SAMPLES] = partial(parts.source.write, step=step)
+    if parts.source.leaves_samples:
+        write[SAMPLES] = partial(parts.source.write, step=step)
     models = {MODEL: actor.spec.as_json()}
     if parts.critic is not None:
         models[CRITIC_MODEL] = parts.critic.spec.as_json()

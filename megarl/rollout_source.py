@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 class RolloutSource:
     """Its collectors are the leaders of nodes; its servers are kept by rank 0."""
 
+    leaves_samples = True
+
     def __init__(self, run: Surroundings) -> None:
         config, parallel = run.config, run.parallel
         self.run, self.config, self.parallel = run, config, parallel
@@ -83,10 +85,12 @@ class RolloutSource:
             self._probe_routing()
         return metrics + self.evaluate(step) if step == 0 else metrics
 
-    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics] | None:
         limit = self.lengths.max_new_tokens
         self.collection.max_new_tokens = limit
-        taken = self.collection.take(step)
+        taken = self.collection.take(step, self._stopping)
+        if taken is None:
+            return None
         self.lengths.update(step, taken.accuracy)
         if (longer := self.lengths.max_new_tokens) != limit:
             log.info("after step %d responses may have %d tokens", step, longer)
@@ -95,8 +99,7 @@ class RolloutSource:
         return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
 
     def updated(self, step: int) -> StepMetrics:
-        stop, host = self.run.stop, self.parallel.host
-        self.collection.before_push(step, stopping=lambda: any_rank(stop.requested, host))
+        self.collection.before_push(step, self._stopping)
         return self.servers.push(step)
 
     def evaluate(self, step: int) -> StepMetrics:
@@ -134,6 +137,10 @@ class RolloutSource:
             self.collector.close()
         if self.fleet is not None:
             self.fleet.close()
+
+    def _stopping(self) -> bool:
+        """Collective."""
+        return any_rank(self.run.stop.requested, self.parallel.host)
 
     def _prompts(self, path: Path) -> list[Prompt]:
         rollout, ev = self.config.rollout, self.config.eval

@@ -49,12 +49,16 @@ class Surroundings:
 
 
 class Source(Protocol):
+    leaves_samples: bool  # in checkpoints: ``write`` writes some
+
     def start(self, step: int) -> StepMetrics:
         """Before the first step of this process; ``step`` steps are done."""
         ...
 
-    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
-        """The samples that step ``step`` trains on."""
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics] | None:
+        """The samples that step ``step`` trains on; None where the run is to end before there are
+        any, the same on every rank.
+        """
         ...
 
     def updated(self, step: int) -> StepMetrics:
@@ -90,6 +94,8 @@ class Source(Protocol):
 
 class _Passive:
     """What demonstrations and recordings have in common: nothing follows an update."""
+
+    leaves_samples = False
 
     def start(self, step: int) -> StepMetrics:
         return []

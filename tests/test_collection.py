@@ -377,3 +377,19 @@ def test_a_stop_does_not_wait_for_the_next_steps_samples(run: Run) -> None:
     assert first["error"] == [None, None]
     rest = run(first=2, count=3, **settings)
     assert [serials(s) for s in rest["steps"]] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off"])
+def test_a_stop_in_a_step_that_has_no_samples_yet_changes_nothing(
+    run: Run, tmp_path: Path, schedule: str
+) -> None:
+    slow = {ORDER[1]: 2, ORDER[4]: 4}
+    settings = {"schedule": schedule, "total": 3, "delays": slow}
+    whole = run(folder=str(tmp_path / "whole"), count=3, **settings)
+    at = {"synchronous": 2, "one_step_off": 1}[schedule]  # its later ones wait before a push
+    first = run([0, 1], count=3, stops_in=at, ends=False, **settings)
+    assert len(first["steps"]) == at - 1
+    rest = run(first=at, count=3, **settings) if at > 1 else run(count=3, **settings)
+    for a, b in zip(whole["steps"], [*first["steps"], *rest["steps"]], strict=True):
+        assert a["samples"] == b["samples"] and a["versions"] == b["versions"]

@@ -144,6 +144,7 @@ class Script:
     keeps: bool = True
     total: int | None = None
     ends: bool = True
+    stops_in: int | None = None
     stops_after: int | None = None
 
     def settings(self) -> CollectionSettings:
@@ -184,7 +185,11 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     step = script.first - 1
     try:
         for step in range(script.first, script.count + 1):
-            taken.append(_step(collection, step, stopping=step == script.stops_after))
+            found = _step(collection, step, script)
+            if found is None:
+                step -= 1
+                break
+            taken.append(found)
             if collector is not None:
                 collector.version = step
         if script.ends:
@@ -205,10 +210,12 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def _step(collection: Collection, step: int, *, stopping: bool) -> dict[str, Any]:
+def _step(collection: Collection, step: int, script: Script) -> dict[str, Any] | None:
     collection.max_new_tokens = 10 * step
-    found = collection.take(step)
-    collection.before_push(step, stopping=lambda: stopping)
+    found = collection.take(step, stopping=lambda: step == script.stops_in)
+    if found is None:
+        return None
+    collection.before_push(step, stopping=lambda: step == script.stops_after)
     return _plain(found)
 
 
