@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from megarl.data.rewards import pad_rewards
 from megarl.errors import MegarlError, RunError, ServerError
@@ -57,6 +56,12 @@ _TAIL_BYTES = 3000
 _NOT_INHERITED = re.compile(
     r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
 )
+# glibc's: blocks of up to 32 MB come out of one heap, of which 256 MB may lie idle.
+_ALLOCATION = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**28),
+}
 
 
 class Collector:
@@ -339,5 +344,9 @@ def _start(settings: CollectorSettings) -> tuple[subprocess.Popen[bytes], socket
     return process, ours
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, Any]:
-    return {k: v for k, v in ours.items() if not _NOT_INHERITED.fullmatch(k)}
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Replies are some MB each: their memory is kept for the next ones, not given back and zeroed
+    anew by the system every time.
+    """
+    kept = {k: v for k, v in ours.items() if not _NOT_INHERITED.fullmatch(k)}
+    return {**_ALLOCATION, **kept}

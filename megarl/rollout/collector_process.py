@@ -6,6 +6,7 @@ when the trainer says so, closes its end of the socket, or is gone.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import queue
@@ -41,6 +42,7 @@ from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
 log = logging.getLogger(__name__)
 
 _FILES = 65536
+_COLLECT_AFTER = 100_000  # lists and the like that live: a reply alone has thousands
 
 Say = Callable[..., None]  # (message, arrays = ())
 
@@ -227,6 +229,9 @@ def main(arguments: Sequence[str]) -> int:
         writer.say({"error": error_to_json(error)})
         writer.finish()
         return 1
+    gc.collect()
+    gc.freeze()  # a million objects of imports, which every collection would walk through
+    gc.set_threshold(_COLLECT_AFTER)
     writer.say({"ready": os.getpid()})
     asyncio.run(serve(connection, work))
     return 0
