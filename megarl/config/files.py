@@ -114,12 +114,13 @@ def _server_files(config: Config) -> Iterator[Problem]:
         yield Problem(
             "rollout.key_file", f"{rollout.key_file}, which is no file", "a file with the key"
         )
-    managed = rollout.engine == "sglang" and not rollout.urls and rollout.server_command
-    if managed and shutil.which(rollout.server_command[0]) is None:
-        found = f"{rollout.server_command[0]}, which is no program here"
-        yield Problem(
-            "rollout.server_command", found, "a program's path, or its name on PATH, first"
-        )
+    managed = rollout.engine == "sglang" and not rollout.urls
+    for key in ("server_command", "router_command"):
+        command = getattr(rollout, key)
+        if managed and command and shutil.which(command[0]) is None:
+            found = f"{command[0]}, which is no program here"
+            accepted = "a program's path, or its name on PATH, first"
+            yield Problem(f"rollout.{key}", found, accepted)
 
 
 def _recorded(folder: Path, steps: int) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ def rollout_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[Problem]
         return
     yield from _servers(config)
     yield from _found(config)
+    yield from _router(config)
     yield from _parallel(config.rollout, hf)
     yield from _served_otherwise(config, hf)
     yield from _staleness(config.rollout)
@@ -79,6 +80,22 @@ def _found(config: Config) -> Iterator[Problem]:
     if rollout.discover and config.on_failure.servers == "stop":
         accepted = "restart, or null: discovered servers come and go, and a supervisor sees to them"
         yield Problem("on_failure.servers", "stop with rollout.discover", accepted)
+
+
+def _router(config: Config) -> Iterator[Problem]:
+    """What sglang-router 0.3.2 can be used with (rollout/router.py)."""
+    command = config.rollout.router_command
+    if not command:
+        return
+    if len(command) < 3 or command[1] != "-m":
+        accepted = "[PROGRAM, -m, MODULE, ...], e.g. [python, -m, sglang_router.launch_router]"
+        yield Problem("rollout.router_command", _word(command), accepted)
+    if config.rollout.engine != "sglang":
+        accepted = "sglang with rollout.router_command: a router asks the embedded server without a"
+        yield Problem("rollout.engine", config.rollout.engine, f"{accepted} key, and is refused")
+    if config.moe.routing_replay == "rollout":
+        accepted = "none or old_logprobs with rollout.router_command: a router drops routed experts"
+        yield Problem("moe.routing_replay", "rollout", accepted)
 
 
 def _parallel(rollout: RolloutSection, hf: Mapping[str, Any]) -> Iterator[Problem]:

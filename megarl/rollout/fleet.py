@@ -19,6 +19,7 @@ from megarl.rollout.discovery import Discovery
 from megarl.rollout.keeper import Care, ManagedKeeper, NamedKeeper, ServerDeath
 from megarl.rollout.managed import ManagedServer
 from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
+from megarl.rollout.router import Router
 from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
 from megarl.rundir import RunDir
 from megarl.types import Member
@@ -37,6 +38,7 @@ class Fleet:
         self, key: str, care: Care, keepers: Sequence[Keeper], discovery: Discovery | None = None
     ) -> None:
         self.key = key
+        self.router: Router | None = None  # asked instead of the members, where there is one
         self._care, self._discovery = care, discovery
         self._fixed = list(keepers)
 
@@ -98,7 +100,9 @@ class Fleet:
         ]
 
     def close(self) -> None:
-        """Ends the managed servers; others are left alone."""
+        """Ends the managed servers, and the router; others are left alone."""
+        if self.router is not None:
+            self.router.close()
         if self._discovery is not None:
             self._discovery.close()
         for keeper in self._fixed:
@@ -162,6 +166,7 @@ def start_fleet(
     fleet = Fleet(key, care, _keepers(section, care, starter, labels), discovery)
     try:
         fleet.start()
+        fleet.router = _router(starter, max_restarts if care.restart else 0)
         _await_first(fleet, section, run_dir, all_of_them=not care.restart)
     except BaseException:
         fleet.close()
@@ -179,6 +184,23 @@ def _keepers(
         return [NamedKeeper(url, url, care, ranks=section.server_tp) for url in section.urls]
     labels = labels or [str(index) for index in range(section.servers)]
     return [ManagedKeeper(f"server {k}", care, starter, i, k) for i, k in enumerate(labels)]
+
+
+def _router(of: Starter, max_restarts: int) -> Router | None:
+    section = of.section
+    if not section.router_command:
+        return None
+    return Router(
+        section.router_command,
+        run_dir=of.run_dir,
+        key=of.key,
+        key_file=of.key_file,
+        host=of.host,
+        timeout_s=section.start_timeout_s,
+        request_timeout_s=section.request_timeout_s,
+        max_restarts=max_restarts,
+        say=of.progress,
+    )
 
 
 def _await_first(

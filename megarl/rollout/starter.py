@@ -74,7 +74,7 @@ class Starter:
         chooses_port = self.section.engine == "sglang" and self.section.port == 0
         given = self.section.port and self.section.port + index
         for attempt in range(_PORT_TRIES):
-            port = _free_port(self.host) if chooses_port else given
+            port = free_port(self.host) if chooses_port else given
             server = self._spawn(label, port, mark)
             spawned(server)
             server.watch(lambda server=server: ended(server))  # type: ignore[misc]
@@ -262,7 +262,7 @@ def _is_server(pid: int) -> bool:
     return any(b"serve" in word or b"megarl" in word or b"sglang" in word for word in words)
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """Outside the range the system hands out itself: SGLang binds it half a minute later."""
     while True:
         port = random.SystemRandom().randrange(20000, 30000)

@@ -19,6 +19,7 @@ VALID = [
     Case(["rollout.servers=8", "rollout.port=30000"], {}),
     Case([*SGLANG, "rollout={server_tp: 8, server_ep: 4, server_dp: 2}"], {}),
     Case([*SGLANG, "rollout={server_tp: 4, server_ep: 4, server_dp: 4}"], {}),
+    Case([*SGLANG, "rollout.router_command=[sh, -m, r, --policy, round_robin]"], {}),
     Case(["rollout.discover=true", "rollout.servers=2"], {}),
     Case(["rollout.discover=true", "on_failure.servers=restart"], {}),
     Case([*URLS, "on_failure.servers=stop"], {}),
@@ -50,6 +51,14 @@ WRONG = [
     ),
     Case([*SGLANG, "rollout={server_tp: 6, server_ep: 3}"],
          {"rollout.server_ep": ["3 |", "the model's 8 experts"]}),
+    Case([*SGLANG, "rollout.router_command=[launch_router]"],
+         {"rollout.router_command": ["[launch_router]", "[PROGRAM, -m, MODULE"]}),
+    Case([*SGLANG, "rollout.router_command=[sh, -c, run]"],
+         {"rollout.router_command": ["[sh, -c, run]", "sglang_router.launch_router"]}),
+    Case(["rollout.router_command=[sh, -m, sglang_router.launch_router]"],
+         {"rollout.engine": ["embedded |", "without a key"]}),
+    Case([*SGLANG, "rollout.router_command=[sh, -m, r]", "moe.routing_replay=rollout"],
+         {"moe.routing_replay": ["rollout |", "drops routed experts"]}),
     *(
         Case([f"rollout={{schedule: {schedule}, max_staleness: 0}}"],
              {"rollout.max_staleness": ["0 |", "at least 1", schedule]})

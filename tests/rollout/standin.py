@@ -8,7 +8,9 @@ folder of the program:
 * `refuse`: `/health_generate` says 503.
 * `fail`: a new process ends at once with exit code 7.
 * `info.json`: what `/server_info` says; `argv.json` is written: what it was started with.
-* `calls`: every request, a line each.
+* `calls`: every request, a line each: its port, method, path and body.
+
+As SGLang does, it asks for its key except at `/health`.
 """
 
 import http.server
@@ -30,13 +32,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.answer()
+        length = int(self.headers.get("Content-Length") or 0)
+        self.answer(self.rfile.read(length).decode())
 
-    def answer(self) -> None:
+    def answer(self, body: str = "") -> None:
+        port = self.server.server_address[1]
         with (HERE / "calls").open("a") as calls:
-            calls.write(f"{self.path}\n")
-        if self.headers["Authorization"] != f"Bearer {self.key}":
+            calls.write(f"{port} {self.command} {self.path} {body}\n")
+        if self.path != "/health" and self.headers["Authorization"] != f"Bearer {self.key}":
             return self.say(401, {})
         work = self.path in WORK
         while (work and (HERE / "hang").exists()) or (
