@@ -5,6 +5,7 @@ how a failure on one rank becomes the same error on all of them instead of a han
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,20 +40,41 @@ def gather_json(value: Any, group: dist.ProcessGroup, dst: int = 0) -> list[Any]
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup, dst: int = 0) -> list[bytes] | None:
-    """Every rank's bytes, in rank order, on global rank ``dst``; None elsewhere."""
-    payload = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-    world = group.size()
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(payload)]), group=group)
-    width = int(torch.stack(sizes).max())
-    padded = torch.zeros(width, dtype=torch.uint8)
-    padded[: len(payload)] = payload
-    here = dist.get_rank() == dst
-    parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(world)] if here else None
-    dist.gather(padded, parts, dst=dst, group=group)
-    if parts is None:
-        return None
-    return [p[: int(n)].numpy().tobytes() for p, n in zip(parts, sizes, strict=True)]
+    """Every rank's bytes, in rank order, on global rank ``dst``; None elsewhere.
+
+    Up a binomial tree: in its k-th round a rank takes over what 2^k others have gathered, or hands
+    its own over and is done. Of n ranks none waits for more than log2 n messages one after another,
+    and nothing is padded.
+    """
+    size, root = group.size(), dist.get_group_rank(group, dst)
+    place = (group.rank() - root) % size  # in the tree
+    parts, step = [data], 1  # of the places from here on
+    while step < size:
+        if place & step:
+            _send_parts(parts, (group.rank() - step) % size, group)
+            return None
+        if place + step < size:
+            count = min(step, size - place - step)
+            parts += _receive_parts(count, (group.rank() + step) % size, group)
+        step *= 2
+    return [parts[(rank - root) % size] for rank in range(size)]
+
+
+def _send_parts(parts: Sequence[bytes], to: int, group: dist.ProcessGroup) -> None:
+    sizes = torch.tensor([len(part) for part in parts])
+    dist.send(sizes, group=group, group_dst=to)
+    if int(sizes.sum()):
+        whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        dist.send(whole, group=group, group_dst=to)
+
+
+def _receive_parts(count: int, source: int, group: dist.ProcessGroup) -> list[bytes]:
+    sizes = torch.empty(count, dtype=torch.long)
+    dist.recv(sizes, group=group, group_src=source)
+    whole = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+    if len(whole):
+        dist.recv(whole, group=group, group_src=source)
+    return [part.numpy().tobytes() for part in whole.split(sizes.tolist())]
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
@@ -76,5 +98,7 @@ def agree(error: BaseException | None, group: dist.ProcessGroup, what: str) -> N
 
 def gather_and_share(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's JSON value on every rank."""
-    shared: list[Any] = broadcast_json(gather_json(value, group), 0, group)
+    parts = gather_bytes(json.dumps(value).encode(), group)
+    together = None if parts is None else b"[%s]" % b",".join(parts)
+    shared: list[Any] = json.loads(broadcast_bytes(together, 0, group))
     return shared

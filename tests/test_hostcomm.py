@@ -30,6 +30,25 @@ def test_gathered_bytes_come_in_rank_order_to_the_destination_alone(pool: Worker
             assert seen == (payloads if rank == dst else [None] * len(payloads))
 
 
+@pytest.mark.parametrize("world", [3, 4])
+def test_bytes_gathered_through_other_ranks_come_in_rank_order(
+    pool: WorkerPool, world: int
+) -> None:
+    """To every destination, of all ranks and of all but the first."""
+    payloads = [bytes(range(rank, 7 * rank)) for rank in range(world)]  # none of rank 0
+    ranks = pool.run("tests.work_hostcomm:gathers_of_groups", world=world, payloads=payloads)
+    for rank, (everyone, others) in enumerate(ranks):
+        for dst in range(world):
+            assert everyone[dst] == (payloads if rank == dst else None)
+            assert others.get(dst) == (payloads[1:] if 0 < rank == dst else None)
+
+
+def test_ranks_hear_of_all_values_as_they_were_said(pool: WorkerPool) -> None:
+    values = [{"rank": 0, "text": "ä"}, None, [1e300, -0.0, "\n"]]
+    for seen in pool.run("tests.work_hostcomm:shared_values", world=3, values=values):
+        assert json.dumps(seen) == json.dumps(values)
+
+
 def test_gathered_values_come_in_rank_order(pool: WorkerPool) -> None:
     values = [{"rank": 0, "text": "ä"}, None]
     zero, one = pool.run("tests.work_hostcomm:gathered_values", world=2, values=values)

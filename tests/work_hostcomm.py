@@ -38,6 +38,21 @@ def gathers(rank: int, payloads: list[list[bytes]]) -> list[Any]:
     ]
 
 
+def gathers_of_groups(rank: int, payloads: list[bytes]) -> tuple[list[Any], dict[int, Any]]:
+    """By destination: among all ranks, and among all but rank 0."""
+    world = dist.get_world_size()
+    everyone = [gather_bytes(payloads[rank], dist.group.WORLD, dst) for dst in range(world)]
+    group = dist.new_group(list(range(1, world)), backend="gloo")
+    others = {}
+    if rank:
+        others = {dst: gather_bytes(payloads[rank], group, dst) for dst in range(1, world)}
+    return everyone, others
+
+
+def shared_values(rank: int, values: list[Any]) -> list[Any]:
+    return gather_and_share(values[rank], dist.group.WORLD)
+
+
 def gathered_values(rank: int, values: list[Any]) -> Any:
     at_one = gather_json(values[rank], dist.group.WORLD, dst=1)
     return at_one, gather_and_share(values[rank], dist.group.WORLD)

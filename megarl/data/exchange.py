@@ -50,8 +50,8 @@ def share_facts(
     found: list[Collected] = []
     for collector in collectors:
         here = rank == collector
-        payload = _encode([s.facts for s in local]) if here else None
-        received = _decode(broadcast_bytes(payload, collector, group))
+        payload = encode_facts([s.facts for s in local]) if here else None
+        received = decode_facts(broadcast_bytes(payload, collector, group))
         samples: Sequence[Sample | None] = local if here else [None] * len(received)
         found += [Collected(f, collector, s) for f, s in zip(received, samples, strict=True)]
     return found
@@ -103,7 +103,10 @@ class Exchange:
             arrived = carried if read is None else read
             here |= {p: arrived[p] for p in missing}
         payloads = {i: step.payload(i, at.pp, here) for i, dp in enumerate(dp_ranks) if dp == at.dp}
-        received, num_carried = moves.num_bytes(missing), moves.num_bytes(carried)
+        received, num_carried = (
+            sum(array.nbytes for array in arrays)
+            for arrays in ((here[p] for p in missing), carried.values())
+        )
         return Delivery(payloads, received, num_carried, time.perf_counter() - start)
 
     def _moves(self, collected: Sequence[Collected], dp_ranks: Sequence[int]) -> Moves:
@@ -189,7 +192,7 @@ class _Step:
         return found
 
 
-def _encode(facts: Sequence[SampleFacts]) -> bytes:
+def encode_facts(facts: Sequence[SampleFacts]) -> bytes:
     """JSON; numbers of samples as their bytes."""
     return json.dumps([_plain(f) for f in facts]).encode()
 
@@ -204,7 +207,7 @@ def _plain(facts: SampleFacts) -> dict[str, Any]:
     return plain | {"version_spans": spans}
 
 
-def _decode(payload: bytes) -> list[SampleFacts]:
+def decode_facts(payload: bytes) -> list[SampleFacts]:
     return [_facts(plain) for plain in json.loads(payload)]
 
 
