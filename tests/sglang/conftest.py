@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.sglang.server import SGLangServer, require_sglang
+from tests.truth.untruncated import recommend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,6 +33,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     options = ["--seed", "0", "--init-std", "0.2", "--max-positions", "512"]
     command = [sys.executable, ROOT / "tools" / "make_tiny_model.py", models.a, *options]
     subprocess.run(command, check=True, capture_output=True)
+    recommend(models.a)  # --sampling-defaults is `model`: rollouts must not heed it
 
     shutil.copytree(models.a, models.b)
     generator = torch.Generator().manual_seed(1)

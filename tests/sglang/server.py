@@ -59,13 +59,15 @@ class SGLangServer:
         port: int | None = None,
         key: str | None = None,
         dtype: str = "float32",
+        routed: bool = True,
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
         venv: Path = VENV,
         start_timeout_s: float = 600.0,
     ) -> None:
-        """`port` and `key` default to a free one and a random one. `extra_args` are SGLang's own
-        flags and win over those set here; `env` likewise."""
+        """`port` and `key` default to a free one and a random one. `routed`: the model has experts,
+        and replies say which (a model without ends a server that is to say it). `extra_args` are
+        SGLang's own flags and win over those set here; `env` likewise."""
         self.model_path = str(model_path)
         self.port = port or _free_port()
         self.key = key or secrets.token_hex(16)
@@ -80,7 +82,8 @@ class SGLangServer:
             *("--cuda-graph-backend-decode", "disabled"),
             *("--cuda-graph-backend-prefill", "disabled"),
             *("--max-total-tokens", "4096", "--max-running-requests", "8"),
-            *("--enable-return-routed-experts", "--skip-server-warmup"),
+            *(("--enable-return-routed-experts",) if routed else ()),
+            "--skip-server-warmup",
             "--sleep-on-idle",  # an idle scheduler would spin on a core the other tests need
             *extra_args,
         ]

@@ -1,0 +1,22 @@
+"""No token that was not sampled is trained: a collector, and the embedded server."""
+
+from pathlib import Path
+
+from tests.helpers.families import COMMON
+from tests.rollout.spelling import write_tokenizer
+from tests.truth import exact
+from tests.truth.models import save
+from tests.truth.proxy import Proxy
+from tests.truth.served import embedded
+
+
+def test_samples_are_what_the_server_said_also_when_interrupted(tmp_path: Path) -> None:
+    folder = save("routed", "fp32", tmp_path / "model")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", COMMON["vocab_size"], exact.EOS)
+    with (
+        embedded(folder) as server,
+        Proxy(server.url).running() as proxy,
+        exact.collecting(proxy, server.key, tokenizer, tmp_path) as collector,
+    ):
+        counts = exact.run(collector, proxy, server, limit=40)
+    assert min(counts["stop"], counts["length"], counts["continued"]) > 0, counts
