@@ -76,15 +76,11 @@ class Work:
     """What the trainer can ask for: one method a message."""
 
     def __init__(self, settings: CollectorSettings, say: Say) -> None:
-        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)
         self._settings, self._say = settings, say
-        self._scorer = Scorer(
-            tokenizer.decode,
-            load_reward(settings.reward),
-            mask_continued=settings.mask_continued,
-        )
+        key, reward = read_key(settings.key_file), load_reward(settings.reward)
+        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)  # last: that takes seconds
+        self._scorer = Scorer(tokenizer.decode, reward, mask_continued=settings.mask_continued)
         self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
-        key = read_key(settings.key_file)
 
         def connect(member: Member) -> RolloutClient:
             return RolloutClient(member.url, key, settings.request_timeout_s)
