@@ -28,6 +28,7 @@ from megarl.rollout.messages import (
     CollectorSettings,
     Json,
     error_from_json,
+    error_to_json,
     member_from_json,
     outcome_from_frame,
     request_to_json,
@@ -115,6 +116,7 @@ class Collector:
         self._await(told, time.monotonic() + timeout_s)
 
     def take(self) -> list[GroupOutcome]:
+        """What had ended before an error is taken before the error is raised."""
         with self._changed:
             outcomes = list(self._outcomes)
             self._outcomes.clear()
@@ -279,6 +281,9 @@ class Collector:
                 self._hear(*frame)
         except (OSError, EOFError) as error:
             log.debug("the collector's socket: %s", error)
+        except Exception as error:
+            log.exception("what the collector process said was not understood")
+            self._error = self._error or error_from_json(error_to_json(error))
         self._died()
 
     def _hear(self, message: Json, arrays: list[Array]) -> None:

@@ -240,7 +240,7 @@ class Pool:
         pause = min(_PAUSE_S * 2**server.failures, _LONGEST_PAUSE_S) * random.uniform(0.8, 1.2)
         server.failures += 1
         server.avoided_until = loop.time() + pause
-        loop.call_later(pause, self._place)
+        loop.call_later(pause + 0.001, self._place)  # never a moment too early
         member = server.member
         log.warning("%s (%s): %s; avoided for %.1f s", member.name, member.url, reason, pause)
         self._suspected(member, reason)
