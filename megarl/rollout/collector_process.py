@@ -24,7 +24,7 @@ from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.client import Answer, Ask, RolloutClient, new_rids
-from megarl.rollout.frames import Array, receive_frame, send_frame
+from megarl.rollout.frames import Array, Frame, make_frame, receive_frame, send_frame
 from megarl.rollout.messages import (
     CollectorSettings,
     Json,
@@ -52,12 +52,12 @@ class Writer:
 
     def __init__(self, to: socket.socket) -> None:
         self._to = to
-        self._queue: queue.SimpleQueue[tuple[Json, Sequence[Array]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
     def say(self, message: Json, arrays: Sequence[Array] = ()) -> None:
-        self._queue.put((message, arrays))
+        self._queue.put(make_frame(message, arrays))
 
     def finish(self) -> None:
         """Returns when all that was said is on its way."""
@@ -65,9 +65,9 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (frame := self._queue.get()) is not None:
             try:
-                send_frame(self._to, *item)
+                send_frame(self._to, frame)
             except OSError:
                 return  # nobody is there any more
 
@@ -76,15 +76,11 @@ class Work:
     """What the trainer can ask for: one method a message."""
 
     def __init__(self, settings: CollectorSettings, say: Say) -> None:
-        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)
         self._settings, self._say = settings, say
-        self._scorer = Scorer(
-            tokenizer.decode,
-            load_reward(settings.reward),
-            mask_continued=settings.mask_continued,
-        )
+        key, reward = read_key(settings.key_file), load_reward(settings.reward)
+        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)  # last: that takes seconds
+        self._scorer = Scorer(tokenizer.decode, reward, mask_continued=settings.mask_continued)
         self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
-        key = read_key(settings.key_file)
 
         def connect(member: Member) -> RolloutClient:
             return RolloutClient(member.url, key, settings.request_timeout_s)
@@ -102,7 +98,11 @@ class Work:
             "evaluate": self._evaluate,
             "probe_routing": lambda m: self._start(self._probe_routing(m)),
         }
-        operations[message["do"]](message)
+        try:
+            operations[message["do"]](message)
+        except Exception as error:
+            log.exception("the collector failed")
+            self._say({"error": error_to_json(error)})
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -3,18 +3,22 @@ bounded time, says what happened, and has what may still be running aborted.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.errors import ServerError
 from megarl.rollout.client import Answer, Ask, Failure, Outcome, RolloutClient, new_rids
-from megarl.types import Sampling
+from megarl.types import RoutingShape, Sampling
+from tests.helpers.pickled import dumped, trusted
 from tests.rollout.scripted import Server, respond
 from tests.rollout.test_client import good_reply
 
@@ -145,12 +149,12 @@ def asks(count: int = 3) -> list[Ask]:
     return [Ask(rid, [2, 3], 3, seed) for seed, rid in enumerate(new_rids(count))]
 
 
-def outcome_of(raw: Raw, timeout_s: float = 5.0) -> Outcome:
+def outcome_of(raw: Raw, timeout_s: float = 5.0, routing: RoutingShape | None = None) -> Outcome:
     async def ask() -> Outcome:
         async with raw.running() as url:
             client = RolloutClient(url, "key", timeout_s)
             try:
-                return await client.generate(asks(), SAMPLING)
+                return await client.generate(asks(), SAMPLING, routing)
             finally:
                 await client.close()
 
@@ -319,3 +323,32 @@ def test_a_port_where_nobody_listens_was_not_reached() -> None:
 
     outcome = asyncio.run(ask())
     assert isinstance(outcome, Failure) and not outcome.taken
+
+
+def test_k1_a_pickle_is_garbage_wherever_it_comes(tmp_path: Path) -> None:
+    """As a whole answer, in a field, and as a table of routed experts: none is ever loaded."""
+    marker = tmp_path / "marker"
+    attack = dumped(partial(marker.touch))  # makes the marker where it is called
+    attack = attack[:-1] + b")R."  # ... and is called when it is loaded
+    trusted(attack)
+    assert marker.exists()
+    marker.unlink()
+    text = base64.b64encode(attack).decode()
+
+    def in_fields(body: Any) -> bytes:
+        replies = [good_reply(rid) for rid in body["rid"]]
+        replies[0]["meta_info"]["weight_version"] = text
+        replies[0]["meta_info"]["weight_versions"] = None
+        replies[1]["output_ids"] = text
+        replies[2]["meta_info"]["routed_experts"] = text
+        return json.dumps(replies).encode()
+
+    for said in (lambda body: attack, lambda body: text.encode(), in_fields):
+
+        async def answer(writer: Writer, body: Any, said: Any = said) -> None:
+            data = said(body)
+            writer.write(head_of(len(data)) + data)
+
+        outcome = outcome_of(Raw(answer), routing=RoutingShape((True,), 2, 8))
+        assert isinstance(outcome, Answer) and outcome.parts == (None,) * 3
+        assert not marker.exists()

@@ -1,8 +1,10 @@
 """Which server is asked, and what becomes of requests when servers come, go and fail."""
 
 import asyncio
+import gc
 import itertools
 import time
+from asyncio import Future
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from aiohttp import web
 
 from megarl.rollout.pool import GARBAGE_IN_A_ROW, Pool
 from megarl.rollout.sampler import Sampled, sample_group
-from megarl.types import GroupRequest, Sampling
+from megarl.types import Completion, GroupRequest, Sampling
 from tests.rollout.scripted import Server
 from tests.rollout.test_sampler import PROMPT, check_whole, pool_of, request, rules
 from tests.rollout.test_sampler_failures import failing
@@ -107,6 +109,31 @@ def test_a_group_stays_where_it_was_while_that_server_serves() -> None:
             check_whole(sampled, request())
             assert len({s.server for c in sampled.completions for s in c.version_spans}) == 1
         assert [len(server.bodies) for server in servers] == [6, 6, 6]
+
+    asyncio.run(run())
+
+
+def test_it_stays_even_where_others_are_less_busy() -> None:
+    async def run() -> None:
+        opened, gate = asyncio.Event(), Gate()
+
+        async def script(server: Server, request: web.Request, body: Any) -> Any:
+            if tuple(body["input_ids"][0][:3]) == PROMPT.token_ids:  # none of the others
+                await opened.wait()
+                return server.replies(body, 3 if len(body["input_ids"][0]) == 3 else None)
+            return await gate(server, request, body)
+
+        busy, idle = Server(script=script, name="a"), Server(name="b")
+        async with pool_of(busy) as pool, idle.running():
+            group = sampling(pool, request(0))
+            others = [sampling(pool, of_length(n, 100, 100)) for n in range(1, 4)]
+            await until(lambda: busy.open == 4)
+            pool.serve_from([busy.member, idle.member])
+            opened.set()
+            check_whole(await group, request())
+            assert len(busy.bodies) == 5 and idle.bodies == []
+            gate.opened.set()
+            await asyncio.gather(*others)
 
     asyncio.run(run())
 
@@ -269,6 +296,40 @@ def test_garbage_is_told_of_when_it_repeats() -> None:
             assert reason.startswith("3 wrong answers in a row; the last one: request ")
 
     asyncio.run(run())
+
+
+def test_a_group_does_not_go_back_to_who_answered_wrongly_while_there_is_another() -> None:
+    async def run() -> None:
+        bad = failing(99, lambda s, r, b: web.Response(text="?"), name="bad")
+        good = Server(name="good")
+        async with pool_of(bad, good) as pool:
+            for n in range(4):
+                check_whole(await sampling(pool, request(n), attempts=2), request())
+        assert 2 <= len(bad.bodies) <= 4
+
+    asyncio.run(run())
+
+
+def test_answers_are_let_go_of_at_once() -> None:
+    """Some MB each: they would fill the memory before cycles are looked for."""
+
+    async def run() -> list[Any]:
+        async with pool_of(Server()) as pool:
+            await sampling(pool, request())
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                for n in range(5):
+                    await sampling(pool, request(n))
+                gc.collect()
+                return [o for o in gc.garbage if isinstance(o, Completion | Future | bytes)]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
+
+    assert asyncio.run(run()) == []
 
 
 def test_a_hanging_server_costs_a_deadline() -> None:

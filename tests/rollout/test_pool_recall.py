@@ -8,8 +8,10 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import ServerError
-from megarl.rollout.pool import Wish
+from megarl.rollout.client import Ask
+from megarl.rollout.pool import Wish, Withdrawn
 from megarl.rollout.sampler import sample_group
+from megarl.types import Sampling
 from tests.rollout.scripted import Server
 from tests.rollout.test_pool import Gate, sampling, until
 from tests.rollout.test_sampler import check_whole, pool_of, request, rules
@@ -151,5 +153,37 @@ def test_who_stops_waiting_leaves_nothing_behind() -> None:
             pool.serve_from([server.member])
             check_whole(await sampling(pool, request(3)), request())
             assert [s.in_flight for s in pool._servers.values()] == [0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("taken_back", ["recall", "serve_from"])
+def test_a_lease_that_is_taken_back_before_it_is_used_asks_nobody(taken_back: str) -> None:
+    async def run() -> None:
+        server = Server()
+        async with pool_of(server) as pool:
+            async with pool.lease(Wish(0, 1, 10)) as lease:
+                if taken_back == "recall":
+                    await pool.recall()
+                else:
+                    pool.serve_from([])
+                ask = Ask("r", [2, 3], 4, 1)
+                assert isinstance(await lease.ask([ask], Sampling(1.0, 4), None), Withdrawn)
+            assert server.bodies == []
+
+    asyncio.run(run())
+
+
+def test_what_is_urgent_is_not_recalled() -> None:
+    async def run() -> None:
+        server = Server(script=Gate())
+        async with pool_of(server) as pool:
+            urgent = asyncio.ensure_future(sample_group(request(0), pool, rules(), patience_s=5.0))
+            await until(lambda: server.open == 1)
+            await pool.recall()
+            assert server.open == 1 and server.aborted == []
+            server.script.opened.set()  # type: ignore[union-attr]
+            check_whole(await urgent, request())
+            pool.resume()
 
     asyncio.run(run())
