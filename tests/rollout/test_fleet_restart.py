@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ServerError
-from megarl.rollout import keeper
+from megarl.rollout import keeper, watching
 from megarl.rollout.process import lives
 from megarl.rollout.starter import free_port
 from tests.rollout.fleets import Site, back, until
@@ -18,7 +18,7 @@ from tests.rollout.fleets import Site, back, until
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setattr(keeper, "_BACK_OFF_S", (0.1, 0.4))
-    monkeypatch.setattr(keeper, "_GENEROUS", 1)
+    monkeypatch.setattr(watching, "GENEROUS", 1)
     return Site(tmp_path)
 
 
