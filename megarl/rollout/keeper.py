@@ -61,7 +61,7 @@ class ManagedKeeper(Keeper):
             goes_on = self._goes_on(cause, failures)
 
     def _life(self) -> str:
-        """From the start of a process to its end; returns why it ended, on the first line in short."""
+        """From the start of a process to its end; returns why it ended, first in short."""
         mark = f"restart {self._restarts}" if self._restarts else "start"
         try:
             server, member = self._starter.start(

@@ -15,6 +15,7 @@ from megarl.config.rollout import RolloutSection
 from megarl.errors import ServerError
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
 from megarl.rollout.probe import Probe
+from megarl.rollout.process import lives
 from megarl.rundir import RunDir
 from tests.sglang.conftest import Models
 from tests.sglang.server import SUPPORT, VENV, require_sglang
@@ -128,11 +129,14 @@ def test_sglang_is_watched_by_work_and_started_again(
             assert time.monotonic() < deadline
             time.sleep(0.5)
         assert fleet.events == {"hung": 1, "restarts": 1} and deaths == []
-        assert now[0].boot != member.boot and not psutil.pid_exists(scheduler.pid)
+        assert now[0].boot != member.boot and not lives(scheduler.pid)
         assert generate(now[0].url, fleet.key, 3, 60.0) == 3
         again = Probe(now[0].url, fleet.key).identity()
         assert again.mark and not identity.same_process(again)
     finally:
         pids = [p.pid for p in processes(fleet).values()]
         fleet.close()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    deadline = time.monotonic() + 10.0
+    while left := [pid for pid in pids if lives(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
