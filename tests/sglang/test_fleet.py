@@ -106,17 +106,13 @@ def test_sglang_is_watched_by_work_and_started_again(
             thread.start()
         checks = 0
         while len(lengths) < 3:
-            probe.check(5.0, token_timeout_s=0.5)
+            probe.check(5.0, token_timeout_s=3.0)  # its throughput is measured every 40 steps
             checks += 1
         for thread in others:
             thread.join()
         print(f"{checks} probes while busy")
-        assert (
-            checks > 1
-            and lengths == [400] * 4
-            and fleet.members() == [member]
-            and fleet.events == {}
-        )
+        assert checks > 1 and lengths == [400] * 4
+        assert fleet.members() == [member] and fleet.events == {}
         assert identity.same_process(probe.identity())
 
         # Hung: its scheduler stands still, and the front answers.
