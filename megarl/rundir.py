@@ -5,12 +5,13 @@
     config.yaml               the settings as given, loadable again
     config.resolved.json      every setting
     run.lock                  held (flock) by rank 0 while the run lives
-    logs/                     rank_N.log, server_K.log, torchrun_LAUNCH_NODE.log
+    logs/                     rank_N.log, collector_N.log, server_K.log, torchrun_LAUNCH_NODE.log
     errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
     metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
     ops.json                  which ops ran compiled, and how often each was called
     fp8.json                  which matrix products are in FP8 (with precision.fp8)
     samples/step_N.jsonl      samples for people
+    books.jsonl               every group of samples, from its issue to its end
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
     checkpoints/step_N/
@@ -106,6 +107,10 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def books(self) -> Path:
+        return self.root / "books.jsonl"
 
     @property
     def key(self) -> Path:

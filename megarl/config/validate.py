@@ -114,6 +114,14 @@ def _evaluations(config: Config) -> Iterator[Problem]:
         if count > 1 and chosen.temperature == 0:
             accepted = "1: greedy samples are all the same; or a temperature"
             yield Problem(f"{key}.samples_per_prompt", str(count), accepted)
+        for key_of, value, off in (
+            ("top_p", chosen.top_p, 1.0),
+            ("top_k", chosen.top_k, None),
+            ("min_p", chosen.min_p, 0.0),
+        ):
+            if chosen.temperature == 0 and value != off:
+                accepted = f"nothing: {key}.temperature = 0 takes the likeliest token anyway"
+                yield Problem(f"{key}.{key_of}", str(value), accepted)
         for k in chosen.pass_at:
             if not 1 <= k <= count:
                 accepted = f"1 to {key}.samples_per_prompt = {count}"
