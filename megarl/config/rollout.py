@@ -49,7 +49,7 @@ class RolloutSection(Section):
     """Servers that already run (http://host:port). Empty: the run starts and ends its own."""
     discover: bool = False
     """Use the servers that `megarl servers` has started for this run, on whatever machine: they
-    tell their addresses in the run directory, and may come and go.
+    tell their addresses in the run directory, and may come and go. docs/rollout-servers.md.
     """
     key_file: Path | None = None
     """File with the servers' key; default for managed servers: generated into the run directory."""

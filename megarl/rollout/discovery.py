@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from megarl.rollout.keeper import Care, NamedKeeper
+from megarl.rollout.keeper import NamedKeeper
 from megarl.rollout.mailbox import ask_for_another, told_to_hold
+from megarl.rollout.watching import Care
 from megarl.rundir import RunDir
 
 log = logging.getLogger(__name__)

@@ -16,11 +16,12 @@ from megarl.config.rollout_rules import server_args_problems
 from megarl.errors import ConfigError, Problem, ServerError
 from megarl.rollout.control import ServerControl
 from megarl.rollout.discovery import Discovery
-from megarl.rollout.keeper import Care, ManagedKeeper, NamedKeeper, ServerDeath
+from megarl.rollout.keeper import ManagedKeeper, NamedKeeper
 from megarl.rollout.managed import ManagedServer
 from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
 from megarl.rollout.router import Router
 from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
+from megarl.rollout.watching import Care, ServerDeath
 from megarl.rundir import RunDir
 from megarl.types import Member
 

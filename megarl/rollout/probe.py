@@ -34,6 +34,7 @@ class Identity:
     mark: str
     weights: int | None  # version, where it is a number
     progress: str  # another one whenever the server has generated tokens, for a time
+    waits: bool = False  # for weights, and says so: until then it generates nothing
 
     def same_process(self, later: "Identity") -> bool:
         """Whether `later` can be of the same process. Without a mark a version of weights that went
@@ -51,20 +52,29 @@ class Probe:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._progress: str | None = None  # when last asked
 
-    def check(self, timeout_s: float, *, token: bool = False) -> Identity:
-        """Who answers, once it has shown within `timeout_s` that it does work; `token`: by one that
-        was generated for us. Tokens that it generated for others since the last check show the
-        same. Raises ServerError."""
+    def check(self, timeout_s: float, *, token_timeout_s: float | None = None) -> Identity:
+        """Who answers, once it has shown within `timeout_s` that it does work, and then, if
+        `token_timeout_s` is given, within that by a token for us. Tokens that it generated for
+        others since the last check show the same. A server whose update of weights was left
+        half-way lacks nothing but a push. Raises ServerError."""
         before = self._progress
         try:
-            asyncio.run(self._check(timeout_s, token))
+            asyncio.run(self._check(timeout_s, token_timeout_s))
         except ServerError:
             found = self.identity(timeout_s)
-            if before is None or found.progress == before:
+            busy = before is not None and found.progress != before
+            if not busy and not found.waits:
                 raise
-            log.info("%s is busy: it generates, and has not got to a probe", self.url)
+            log.info("%s %s", self.url, "is busy" if busy else "waits for weights")
             return found
         return self.identity(timeout_s)
+
+    def resume(self) -> None:
+        """Lets a server generate that a trainer has left paused; it may refuse."""
+        try:
+            asyncio.run(self._ask("POST", "/continue_generation", {}, 2.0))
+        except ServerError as error:
+            log.debug("%s", error)
 
     def identity(self, timeout_s: float = _INFO_S) -> Identity:
         """Raises ServerError."""
@@ -72,15 +82,15 @@ class Probe:
         self._progress = found.progress
         return found
 
-    async def _check(self, timeout_s: float, token: bool) -> None:
+    async def _check(self, timeout_s: float, token_timeout_s: float | None) -> None:
         await self._ask("GET", "/health_generate", None, timeout_s)
-        if not token:
+        if token_timeout_s is None:
             return
         rid = f"probe-{uuid.uuid4().hex}"
         sampling = {"max_new_tokens": 1, "temperature": 0.0}
         body = {"rid": rid, "input_ids": [0], "sampling_params": sampling}
         try:
-            reply = _object(await self._ask("POST", "/generate", body, timeout_s))
+            reply = _object(await self._ask("POST", "/generate", body, token_timeout_s))
         except ServerError:
             await self._abort(rid)
             raise
@@ -96,6 +106,7 @@ class Probe:
             version=version_of(info),
             mark=json.dumps(started or info.get("startup_time") or "", sort_keys=True).strip('"'),
             weights=int(weights) if weights.isdecimal() else None,
+            waits=bool(info.get("unusable") or info.get("updating")),
             progress=str([info.get("steps"), *(s.get("last_gen_throughput") for s in states)]),
         )
 

@@ -41,7 +41,7 @@ class Site:
         found = "urls" in changes or "discover" in changes
         section = server_section(
             **({} if found else started),
-            **{"start_timeout_s": 20, "probe_every_s": 0.1, "probe_timeout_s": 0.4, **changes},
+            **{"start_timeout_s": 20, "probe_every_s": 0.1, "probe_timeout_s": 3.0, **changes},
         )
         fleet = start_fleet(
             section,
@@ -61,7 +61,7 @@ class Site:
             assert not any(map(lives, pids))
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s"

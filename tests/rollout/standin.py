@@ -4,6 +4,7 @@
 folder of the program:
 
 * `hang`: while it exists nothing that takes work is answered; `/health` is.
+* `busy`: while it exists `/server_info` tells of steps that are computed.
 * `hang_generate`: `/generate` is not, everything else is.
 * `refuse`: `/health_generate` says 503.
 * `fail`: a new process ends at once with exit code 7.
@@ -56,6 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "startup_time": self.boot,
                 "weight_version": "0",
                 "output_ids": [3],
+                "steps": time.time_ns() if (HERE / "busy").exists() else 1,
                 **(json.loads(info.read_text()) if info.exists() else {}),
             },
         )

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl import __version__
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.fleet import ServerDeath, start_fleet
+from megarl.rollout.managed import ManagedServer
 from megarl.rollout.process import lives, read_or_make_key
 from megarl.rundir import RunDir
 from tests.rollout.conftest import Server, server_section
@@ -71,6 +73,16 @@ def child_of(log: str) -> int:
     return int(log.split(" child ")[1].split()[0])
 
 
+def assert_private(server: ManagedServer, key: str) -> None:
+    """All of its processes listen on loopback alone, and none shows the key."""
+    root = psutil.Process(server.process.pid)
+    processes = [root, *root.children(recursive=True)]
+    listening = [c.laddr.ip for p in processes for c in p.net_connections() if c.status == "LISTEN"]
+    assert listening and set(listening) <= {"127.0.0.1", "::1"}
+    shown = [word for p in processes for word in (*p.cmdline(), *p.environ().values())]
+    assert key not in "".join(shown) and key not in server.log_file.read_text()
+
+
 def test_a_server_that_dies_is_reported_with_its_cause(model_a: Path, tmp_path: Path) -> None:
     run, deaths = RunDir(tmp_path), Deaths()
     run.server(0).write_text(json.dumps({"pid": 2**22, "host": os.uname().nodename}))  # stale
@@ -88,8 +100,7 @@ def test_a_server_that_dies_is_reported_with_its_cause(model_a: Path, tmp_path: 
         "version": f"megarl-embedded {__version__}",
     }
     assert run.key.stat().st_mode & 0o777 == 0o600
-    cmdline = Path(f"/proc/{server.process.pid}/cmdline").read_text()
-    assert fleet.key not in cmdline and fleet.key not in server.log_file.read_text()
+    assert_private(server, fleet.key)
     os.kill(server.process.pid, signal.SIGKILL)
     death = deaths.wait()
     assert death.name == "server 0" and death.cause.startswith("signal SIGKILL")
@@ -154,6 +165,7 @@ def test_a_foreign_server_gets_its_key_by_file_and_ends_with_its_children(tmp_pa
     assert all((p.stat().st_mode & 0o077) == 0 for p in (server.log_file, run.key))
     child = child_of(log)
     assert lives(child)
+    assert_private(server, fleet.key)
     fleet.close()
     assert gone(child) and gone(server.process.pid) and deaths.seen == []
 

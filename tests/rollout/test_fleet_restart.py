@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ServerError
-from megarl.rollout import keeper
+from megarl.rollout import keeper, watching
 from megarl.rollout.process import lives
+from megarl.rollout.starter import free_port
 from tests.rollout.fleets import Site, back, until
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     monkeypatch.setattr(keeper, "_BACK_OFF_S", (0.1, 0.4))
-    monkeypatch.setattr(keeper, "_GENEROUS", 1)
+    monkeypatch.setattr(watching, "GENEROUS", 1)
     return Site(tmp_path)
 
 
@@ -45,7 +46,7 @@ def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
     site: Site, how: str
 ) -> None:
     """Its process is there all the time, and `/health` would say 200."""
-    with site.fleet() as fleet:
+    with site.fleet(probe_timeout_s=0.4) as fleet:
         (old,) = fleet.members()
         pid = fleet.managed[0].process.pid
         if how == "SIGSTOP":
@@ -61,10 +62,10 @@ def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
 
 def test_a_suspect_must_generate_a_token(site: Site) -> None:
     """Its scheduler answers every health check, and no request."""
-    with site.fleet() as fleet:
+    with site.fleet(probe_timeout_s=0.4) as fleet:
         (old,) = fleet.members()
         site.tell("hang_generate")
-        time.sleep(1.0)
+        time.sleep(0.5)
         assert fleet.members() == [old]  # nobody has said anything against it
         fleet.suspect(old, "two requests had no answer")
         until(lambda: fleet.events.get("hung"))
@@ -72,8 +73,22 @@ def test_a_suspect_must_generate_a_token(site: Site) -> None:
         assert back(fleet, old)
 
 
+def test_a_busy_server_is_not_taken_for_a_hung_one(site: Site) -> None:
+    """A probe waits behind the others' requests, which get their tokens."""
+    with site.fleet(probe_timeout_s=0.4) as fleet:
+        (member,) = fleet.members()
+        site.tell("busy")
+        site.tell("hang")
+        fleet.suspect(member, "a request took long")
+        time.sleep(1.8)  # two probes would have failed
+        assert fleet.members() == [member] and fleet.events == {}
+        site.take_back("busy")  # and now nobody gets any
+        until(lambda: fleet.events.get("hung"))
+        site.take_back("hang")
+
+
 def test_under_stop_a_hung_server_is_ended_and_reported(site: Site) -> None:
-    with site.fleet(restarts=None) as fleet:
+    with site.fleet(restarts=None, probe_timeout_s=0.4) as fleet:
         pid = fleet.managed[0].process.pid
         site.tell("hang")
         (death,) = until(lambda: site.deaths)
@@ -84,11 +99,11 @@ def test_under_stop_a_hung_server_is_ended_and_reported(site: Site) -> None:
 
 
 def test_nobody_is_probed_inside_a_hold(site: Site) -> None:
-    with site.fleet() as fleet:
+    with site.fleet(probe_timeout_s=0.7) as fleet:
         members = fleet.members()
         with fleet.hold():
             site.tell("hang")
-            time.sleep(2.0)  # longer than two probes take
+            time.sleep(2.2)  # longer than two probes take
             site.take_back("hang")
         time.sleep(0.5)
         assert fleet.members() == members and fleet.events == {}
@@ -120,13 +135,13 @@ def test_after_the_last_restart_it_is_said_what_each_died_of(site: Site) -> None
 
 
 def test_one_of_several_that_does_not_start_does_not_keep_the_others(site: Site) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with site.fleet(servers=2, port=port - 1, restarts=1) as fleet:
+    port = free_port("127.0.0.1")
+    with socket.create_server(("127.0.0.1", port + 1)):
+        with site.fleet(servers=2, port=port, restarts=1) as fleet:
             until(lambda: fleet.events.get("restarts"))
             assert [m.name for m in fleet.members()] == ["server 0"] and fleet.trouble() is None
         with (
             pytest.raises(ServerError, match="server 1 did not start"),
-            site.fleet(servers=2, port=port - 1, restarts=None),
+            site.fleet(servers=2, port=port, restarts=None),
         ):
             pass
