@@ -5,6 +5,7 @@ how a failure on one rank becomes the same error on all of them instead of a han
 """
 
 import json
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RunError
+
+
+def allow_connections() -> None:
+    """As many open files as this process may ask for. Every rank of a gloo group keeps a socket
+    open to each of the others, of every group: with 1,024 ranks more than the 1,024 files that a
+    shell usually allows at first.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def broadcast_bytes(payload: bytes | None, src: int, group: dist.ProcessGroup) -> bytes:
