@@ -90,9 +90,7 @@ def _receive_parts(count: int, source: int, group: dist.ProcessGroup) -> list[by
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether the flag is set on any rank: the same answer, at the same step, everywhere."""
-    value = torch.tensor([int(flag)])
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value)
+    return any(gather_and_share(flag, group))
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup, what: str) -> None:
