@@ -5,6 +5,7 @@ how a failure on one rank becomes the same error on all of them instead of a han
 """
 
 import json
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import RunError
+
+
+def allow_connections() -> None:
+    """As many open files as this process may ask for. Every rank of a gloo group keeps a socket
+    open to each of the others, of every group: with 1,024 ranks more than the 1,024 files that a
+    shell usually allows at first.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def broadcast_bytes(payload: bytes | None, src: int, group: dist.ProcessGroup) -> bytes:
@@ -79,9 +90,7 @@ def _receive_parts(count: int, source: int, group: dist.ProcessGroup) -> list[by
 
 def any_rank(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether the flag is set on any rank: the same answer, at the same step, everywhere."""
-    value = torch.tensor([int(flag)])
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value)
+    return any(gather_and_share(flag, group))
 
 
 def agree(error: BaseException | None, group: dist.ProcessGroup, what: str) -> None:

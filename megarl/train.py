@@ -21,6 +21,7 @@ from megarl.config.load import load_config, split_arguments
 from megarl.config.schema import Config
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, InstallError, MegarlError
+from megarl.hostcomm import allow_connections
 from megarl.installed import installed, require_sound
 from megarl.models.frozen import frozen_parameters
 from megarl.models.settings import model_spec
@@ -97,6 +98,7 @@ def check(config: Config, job: Job) -> None:
 def _join(job: Job, config: Config) -> None:
     if job.world_size == 1 and "MASTER_ADDR" not in os.environ:
         return  # one process without a launcher: setup.py makes a group of one
+    allow_connections()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=config.run.timeout_s))
 

@@ -1,6 +1,8 @@
 """Host messages between two ranks: what arrives is what was sent, and a failure is everyone's."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -54,6 +56,21 @@ def test_gathered_values_come_in_rank_order(pool: WorkerPool) -> None:
     zero, one = pool.run("tests.work_hostcomm:gathered_values", world=2, values=values)
     assert zero == (None, values)
     assert one == (values, values)
+
+
+def test_a_rank_may_open_as_many_files_as_its_system_allows() -> None:
+    """In a process of its own, in which at most 300 may be opened, at first 20."""
+    program = """
+import os, resource
+from megarl.hostcomm import allow_connections
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, 300))
+for _ in range(2):
+    allow_connections()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (300, 300)
+print(max(os.open("/dev/null", os.O_RDONLY) for _ in range(200)))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert int(ran.stdout) >= 200, ran.stderr
 
 
 def test_a_flag_on_any_rank_is_seen_on_all(pool: WorkerPool) -> None:

@@ -54,9 +54,9 @@ def _best(
 
 
 def _base64_and_narrow(shape: RoutingShape, size: int) -> float:
-    """Of base64: as a collector takes over the routed experts of one response."""
+    """Of base64: as a collector takes over the routed experts of a response of up to 8k tokens."""
     layers = len(shape.moe_layers)
-    tokens = max(1, size * 3 // 4 // (4 * layers * shape.topk))
+    tokens = min(8192, max(1, size * 3 // 4 // (4 * layers * shape.topk)))
     order = np.random.default_rng(0).permuted(np.tile(np.arange(shape.experts), (64, 1)), axis=1)
     ids = np.resize(order[:, : shape.topk], (tokens, layers, shape.topk)).astype("<i4")
     text = base64.b64encode(ids.tobytes()).decode()

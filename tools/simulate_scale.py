@@ -108,7 +108,8 @@ class Cost:
             "base64_and_narrow": n["http_of_a_collector"] / rates["base64_and_narrow"],
             "collector_to_leader": n["collector_to_leader"] / rates["local_socket"],
             "facts": self.facts["encode_s"] / nodes
-            + nodes * 2 * depth * rates["gloo_hop_s"]
+            + there_and_back
+            + 2 * depth * self.facts["bytes"] / rates["gloo"]
             + self.facts["decode_s"],
             "plan": self.step.plan_s + self.sized["moves_s"],
             "between_leaders_assumed_nic": moved / ASSUMED["nic"],

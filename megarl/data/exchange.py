@@ -9,7 +9,6 @@ Nothing is pickled. What is here already does not move.
 """
 
 import base64
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 from megarl.data.moves import ALL_STAGES, DTYPES, EVERY_RANK, Moves, Piece
 from megarl.data.nodes import Nodes
 from megarl.data.packing import Payload
-from megarl.hostcomm import broadcast_bytes
+from megarl.hostcomm import gather_and_share
 from megarl.mesh import Mesh
 from megarl.types import Sample, SampleFacts, VersionSpan
 
@@ -47,13 +46,13 @@ def share_facts(
     """Every collector's samples as this rank knows them, in the order of ``collectors``. Collective
     over ``group``.
     """
+    mine = encode_facts([s.facts for s in local]) if rank in collectors else None
+    said = gather_and_share(mine, group)
     found: list[Collected] = []
     for collector in collectors:
-        here = rank == collector
-        payload = encode_facts([s.facts for s in local]) if here else None
-        received = decode_facts(broadcast_bytes(payload, collector, group))
-        samples: Sequence[Sample | None] = local if here else [None] * len(received)
-        found += [Collected(f, collector, s) for f, s in zip(received, samples, strict=True)]
+        facts = decode_facts(said[collector])
+        samples: Sequence[Sample | None] = local if rank == collector else [None] * len(facts)
+        found += [Collected(f, collector, s) for f, s in zip(facts, samples, strict=True)]
     return found
 
 
@@ -192,9 +191,9 @@ class _Step:
         return found
 
 
-def encode_facts(facts: Sequence[SampleFacts]) -> bytes:
-    """JSON; numbers of samples as their bytes."""
-    return json.dumps([_plain(f) for f in facts]).encode()
+def encode_facts(facts: Sequence[SampleFacts]) -> list[dict[str, Any]]:
+    """As JSON values; numbers of samples as their bytes."""
+    return [_plain(f) for f in facts]
 
 
 def _plain(facts: SampleFacts) -> dict[str, Any]:
@@ -207,8 +206,9 @@ def _plain(facts: SampleFacts) -> dict[str, Any]:
     return plain | {"version_spans": spans}
 
 
-def decode_facts(payload: bytes) -> list[SampleFacts]:
-    return [_facts(plain) for plain in json.loads(payload)]
+def decode_facts(values: Sequence[dict[str, Any]]) -> list[SampleFacts]:
+    """The inverse, bit for bit."""
+    return [_facts(plain) for plain in values]
 
 
 def _facts(plain: dict[str, Any]) -> SampleFacts:
