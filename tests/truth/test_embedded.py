@@ -103,6 +103,6 @@ def test_one_weight_that_is_one_percent_larger_shows(
 def test_what_a_models_folder_recommends_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     folder = save("routed", "fp32", tmp_path / "model")
     untruncated.recommend(folder)
-    probabilities = untruncated.next_probabilities(pool, folder, COMMON["vocab_size"], 1.3)
+    probabilities = untruncated.next_probabilities(pool, folder, COMMON["vocab_size"], 2.0)
     with embedded(folder) as server:
-        untruncated.check(server, probabilities, 1.3, draws=400)
+        untruncated.check(server, probabilities, 2.0, draws=400)
