@@ -46,8 +46,8 @@ def started(folder: Path, log: Path, dtype: str, **options: Any) -> Iterator[SGL
     [
         ("dense", "fp32", 1),
         ("dense", "bf16", 1),
-        ("routed", "bf16", 1),
-        ("routed", "bf16", 2),
+        ("routed throughout", "bf16", 1),
+        ("routed throughout", "bf16", 2),
     ],
 )
 def test_log_probs_are_the_actors(
@@ -55,10 +55,10 @@ def test_log_probs_are_the_actors(
 ) -> None:
     folder = save(kind, dtype, tmp_path / "model")
     options = TWO_RANKS if ranks == 2 else {}
-    routed = kind == "routed"
+    routed = kind != "dense"
     with started(folder, tmp_path / "log", dtype, routed=routed, **options) as server:
         address = Address(server.url, server.key)
-        said = {t: samples(address, folder, temperature=t) for t in (1.0, 0.7)}
+        said = {t: samples(address, folder, temperature=t, per_prompt=6) for t in (1.0, 0.7)}
     questions = [
         Question(folder, given, dtype, t, replay)
         for t, given in said.items()
