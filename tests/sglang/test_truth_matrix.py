@@ -46,8 +46,8 @@ def started(folder: Path, log: Path, dtype: str, **options: Any) -> Iterator[SGL
     [
         ("dense", "fp32", 1),
         ("dense", "bf16", 1),
-        ("routed", "bf16", 1),
-        ("routed", "bf16", 2),
+        ("routed throughout", "bf16", 1),
+        ("routed throughout", "bf16", 2),
     ],
 )
 def test_log_probs_are_the_actors(
@@ -55,10 +55,10 @@ def test_log_probs_are_the_actors(
 ) -> None:
     folder = save(kind, dtype, tmp_path / "model")
     options = TWO_RANKS if ranks == 2 else {}
-    routed = kind == "routed"
+    routed = kind != "dense"
     with started(folder, tmp_path / "log", dtype, routed=routed, **options) as server:
         address = Address(server.url, server.key)
-        said = {t: samples(address, folder, temperature=t) for t in (1.0, 0.7)}
+        said = {t: samples(address, folder, temperature=t, per_prompt=6) for t in (1.0, 0.7)}
     questions = [
         Question(folder, given, dtype, t, replay)
         for t, given in said.items()
@@ -77,7 +77,7 @@ def test_log_probs_are_the_actors(
 def test_what_a_server_prefers_does_not_reach_rollouts(pool: WorkerPool, tmp_path: Path) -> None:
     """It is in force: who does not say otherwise gets tokens of the truncated distribution."""
     folder = save("dense", "fp32", tmp_path / "model")
-    vocab, temperature, draws = COMMON["vocab_size"], 1.3, 200
+    vocab, temperature, draws = COMMON["vocab_size"], 2.0, 200
     preferred = ("--preferred-sampling-params", json.dumps(PREFERRED))
     probabilities = untruncated.next_probabilities(pool, folder, vocab, temperature)
     with started(folder, tmp_path / "log", "fp32", routed=False, extra_args=preferred) as server:
@@ -85,5 +85,5 @@ def test_what_a_server_prefers_does_not_reach_rollouts(pool: WorkerPool, tmp_pat
         given = {"max_new_tokens": 1, "ignore_eos": True}
         ids = [untruncated.PROMPT] * 50
         replies = ok(server, "/generate", input_ids=ids, sampling_params=given)
-    left = untruncated.truncated(untruncated.next_probabilities(pool, folder, vocab, 1.0))
+    left = untruncated.truncated(probabilities, temperature)
     assert {reply["output_ids"][0] for reply in replies} <= left

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,11 +10,13 @@ from safetensors.torch import load_file, save_file
 from tests.helpers.families import save_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# The routed one has a dense layer among those with experts; in bf16 blocks of its experts' widths
-# are whole multiples of 16 bytes.
-KINDS = {
+# Rows of an expert's matrices are whole multiples of 16 bytes, which embedded kernels want in bf16.
+ROUTED = {"tie_word_embeddings": False, "moe_intermediate_size": 24}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
-    "routed": ("qwen3_moe tied", {"tie_word_embeddings": False, "moe_intermediate_size": 24}),
+    "routed": ("qwen3_moe tied", ROUTED),  # but for one layer
+    # the only kind of Qwen3-MoE that SGLang computes (config/rollout_rules.py refuses others)
+    "routed throughout": ("qwen3_moe tied", {**ROUTED, "mlp_only_layers": []}),
 }
 
 

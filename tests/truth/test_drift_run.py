@@ -83,7 +83,7 @@ def test_a_server_with_other_weights_is_named_and_no_other(
         for line in (run.run / "logs" / "rank_0.log").read_text().splitlines()
         if "drifts" in line
     ]
-    assert [found and found[1] for found in named] == ["server 1"]
-    assert metrics[1]["servers/server_1/mismatch_k3"] > 1e-3
-    assert metrics[1]["servers/server_0/mismatch_k3"] < 1e-6
+    assert [found and found[1] for found in named] == [proxy.url]
+    assert metrics[1][f"servers/{proxy.url}/mismatch_k3"] > 1e-3
+    assert metrics[1][f"servers/{urls[0]}/mismatch_k3"] < 1e-6
     assert metrics[1]["sync/version"] == 2  # the push that put things right

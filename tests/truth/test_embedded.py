@@ -12,7 +12,7 @@ from megarl.types import Sample
 from tests.helpers.dist import WorkerPool
 from tests.helpers.families import COMMON
 from tests.truth import untruncated
-from tests.truth.models import KINDS, perturbed, save
+from tests.truth.models import perturbed, save
 from tests.truth.served import Question, embedded, samples
 from tests.truth.tolerances import TOLERANCES, check, differences, kind_of
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.dist
 Case = tuple[str, str, float, bool]  # model, dtype, temperature, routing replayed
 CASES: list[Case] = [
     (kind, dtype, temperature, replay)
-    for kind in KINDS
+    for kind in ("dense", "routed")
     for dtype in ("fp32", "bf16")
     for temperature in (1.0, 0.7)
     for replay in ((False, True) if kind == "routed" else (False,))
@@ -33,7 +33,7 @@ Told = dict[tuple[str, str, float], tuple[Path, list[Sample]]]
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """(model, dtype, temperature) -> its folder, and samples as its server gave them."""
     root, found = tmp_path_factory.mktemp("truth"), {}
-    for kind in KINDS:
+    for kind in ("dense", "routed"):
         for dtype in ("fp32", "bf16"):
             folder = save(kind, dtype, root / f"{kind}_{dtype}")
             with embedded(folder, dtype) as server:
@@ -103,6 +103,6 @@ def test_one_weight_that_is_one_percent_larger_shows(
 def test_what_a_models_folder_recommends_changes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
     folder = save("routed", "fp32", tmp_path / "model")
     untruncated.recommend(folder)
-    probabilities = untruncated.next_probabilities(pool, folder, COMMON["vocab_size"], 1.3)
+    probabilities = untruncated.next_probabilities(pool, folder, COMMON["vocab_size"], 2.0)
     with embedded(folder) as server:
-        untruncated.check(server, probabilities, 1.3, draws=400)
+        untruncated.check(server, probabilities, 2.0, draws=400)

@@ -25,25 +25,25 @@ TOLERANCES = {
     "fp32": Tolerance(
         2e-5,
         3e-6,
-        "largest 5.5e-6 and 5.5e-6, mean 5.4e-7 and 5.4e-7",
+        "largest 5.5e-6 and 5.7e-6, mean 5.4e-7 and 1.0e-6",
         "sums in another order; logits, and so their errors, are divided by the temperature",
     ),
     "bf16 dense": Tolerance(
         0.2,
         0.03,
-        "largest 0.089 and 0.089, mean 0.016 and 0.016",
+        "largest 0.089 and 0.052, mean 0.015 and 0.011",
         "activations are rounded to 8 bits after every operation, in other places",
     ),
     "bf16 routed": Tolerance(
-        1.5,
-        0.05,
-        "largest 0.40 and 0.40, mean 0.022 and 0.022",
+        3.0,
+        0.06,
+        "largest 0.58 and 0.70, mean 0.023 and 0.022",
         "besides, where two experts' scores are nearly equal the token goes to another expert",
     ),
     "bf16 routed, replayed": Tolerance(
         0.25,
         0.03,
-        "largest 0.13 and 0.13, mean 0.016 and 0.016",
+        "largest 0.12 and 0.050, mean 0.015 and 0.010",
         "the choice of experts is the server's: rounding alone is left, as in a dense model",
     ),
 }

@@ -10,7 +10,7 @@ from megarl.types import Sample, Sampling
 from tests.helpers.dist import WorkerPool
 from tests.truth.served import Address, Question, completions
 
-PROMPT = [3, 9, 14, 2]
+PROMPT, EOS = [3, 9, 14, 2], 1
 # What makers of models recommend in generation_config.json, and servers may take for a default.
 RECOMMENDED = {"do_sample": True, "temperature": 0.3, "top_p": 0.5, "top_k": 5}
 
@@ -30,9 +30,9 @@ def next_probabilities(
     return np.array([np.exp(float(found[0][i][-1])) for i in range(vocab)])
 
 
-def truncated(probabilities: NDArray[np.float64]) -> set[int]:
-    """The tokens that are left of it by RECOMMENDED."""
-    sharp = probabilities ** (1 / RECOMMENDED["temperature"])
+def truncated(probabilities: NDArray[np.float64], temperature: float) -> set[int]:
+    """The tokens that RECOMMENDED leaves of a distribution at ``temperature``."""
+    sharp = probabilities ** (temperature / RECOMMENDED["temperature"])
     order = np.argsort(-sharp)
     before = np.cumsum(sharp[order]) / sharp.sum() - sharp[order] / sharp.sum()
     kept = order[(before < RECOMMENDED["top_p"]) & (np.arange(len(order)) < RECOMMENDED["top_k"])]
@@ -44,22 +44,25 @@ def check(
 ) -> None:
     """Frequencies by Pearson's chi-square over tokens expected five times or more, the others
     together; five standard deviations of it above its mean. Log-probs are of those probabilities.
+    An end token stops a response, also where it is the last that the limit allows.
     """
-    parts = completions(
-        server, [PROMPT] * draws, Sampling(temperature, 1, ignore_eos=True), seed=1000
-    )
+    parts = completions(server, [PROMPT] * draws, Sampling(temperature, 1), seed=1000)
     tokens = np.array([part.token_ids[0] for part in parts])
     said = np.array([part.logprobs[0] for part in parts])
-    np.testing.assert_allclose(said, np.log(probabilities[tokens]), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(said, np.log(probabilities[tokens]), atol=2e-5, rtol=0)
+    ended = [part.finish == "stop" for part in parts]
+    assert ended == (tokens == EOS).tolist() and any(ended)
     expected = probabilities * draws
     counts = np.bincount(tokens, minlength=len(expected))
     often = expected >= 5
-    seen = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
     freedom = int(often.sum())
     assert freedom > 5  # else the statistic means little
-    assert ((seen - wanted) ** 2 / wanted).sum() < freedom + 5 * np.sqrt(2 * freedom)
-    left = truncated(probabilities)
+    pairs = [*zip(counts[often], expected[often], strict=True)]
+    if rest := expected[~often].sum():
+        pairs.append((counts[~often].sum(), rest))
+    squared = sum((seen - wanted) ** 2 / wanted for seen, wanted in pairs)
+    assert squared < freedom + 5 * np.sqrt(2 * freedom)
+    left = truncated(probabilities, temperature)
     others = sum(token not in left for token in tokens.tolist())
     assert others > 0.2 * draws, (left, others)  # none, were it truncated
 
