@@ -31,12 +31,19 @@ def generate(server: Endpoint, *args: Any, **fields: Any) -> Any:
     return ok(server, "/generate", **body(*args, **fields))
 
 
+LONG = 300  # tokens of a response in whose middle something happens
+
+
 def running(
-    server: Endpoint, pool: ThreadPoolExecutor, new: int = 400, **fields: Any
+    server: Endpoint, pool: ThreadPoolExecutor, new: int = LONG, **fields: Any
 ) -> "Future[Any]":
-    """A long response that has begun: all wait, then all go, and a moment passes."""
+    """A long response of which some tokens have been sampled."""
     future = pool.submit(generate, server, PROMPT, new, **fields)
-    time.sleep(0.4)
+    deadline = time.monotonic() + 30
+    while server.post("/flush_cache")[0] == 200:  # refused as soon as something runs
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.1)
     assert not future.done()
     return future
 
@@ -81,7 +88,7 @@ def exact_in_place(reply: Any, models: Models, reference: Reference) -> None:
     neither model alone gives these log-probs.
     """
     (_, _, border), second = spans_of(reply)
-    assert 0 < border < 400 and second == ("12", border, 400)
+    assert 0 < border < LONG and second == ("12", border, LONG)
     tokens, at = PROMPT + reply["output_ids"], len(PROMPT) - 1
     found = logprobs_of(reply)
     old, new = (reference(m, tokens)["logprobs"][at:] for m in (models.a, models.b))

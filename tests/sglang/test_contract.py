@@ -68,10 +68,14 @@ def test_logprobs_are_of_the_tempered_distribution_and_greedy_ones_of_the_plain(
 
 
 def test_a_stop_token_ends_a_response_and_is_part_of_it(server: Endpoint) -> None:
+    """Unless end tokens are ignored: then stop tokens are, too."""
     greedy = {"temperature": 0.0}
     full = generate(server, new=30, sampling=greedy)["output_ids"]
+    assert EOS not in full
     for stop in {full[0], full[5], full[-1]}:
-        reply = generate(server, new=30, sampling={**greedy, "stop_token_ids": [stop]})
+        stopping = {**greedy, "stop_token_ids": [stop]}
+        assert generate(server, new=30, sampling=stopping)["output_ids"] == full  # ignore_eos
+        reply = generate(server, new=30, sampling={**stopping, "ignore_eos": False})
         assert reply["output_ids"] == full[: full.index(stop) + 1]
         assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         assert len(logprobs_of(reply)) == len(reply["output_ids"])
@@ -145,6 +149,11 @@ def test_truncated_sampling_stays_inside_and_reports_the_whole_distribution(
     assert logprobs_of(reply) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
+def test_a_context_is_used_to_its_end(server: Endpoint) -> None:
+    reply = generate(server, new=512 - len(PROMPT))
+    assert len(reply["output_ids"]) == 512 - len(PROMPT)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -162,6 +171,8 @@ def test_truncated_sampling_stays_inside_and_reports_the_whole_distribution(
 def test_what_cannot_be_sampled_is_refused_with_a_reason(
     server: Endpoint, wrong: dict[str, Any]
 ) -> None:
-    status, reply = server.post("/generate", {**body(sampling=wrong.pop("sampling", {})), **wrong})
+    fields = {key: value for key, value in wrong.items() if key != "sampling"}
+    asked = {**body(sampling=wrong.get("sampling", {})), **fields}
+    status, reply = server.post("/generate", asked)
     assert status == 400 and len(reply["error"]["message"]) > 10
     assert len(generate(server, new=2)["output_ids"]) == 2

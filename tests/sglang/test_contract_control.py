@@ -14,6 +14,7 @@ from megarl.rollout.control import ServerControl
 from megarl.sync.group import create_store, join_group, leave_group
 from tests.sglang.conftest import Models
 from tests.sglang.contract import (
+    LONG,
     TOLERANCE,
     Reference,
     body,
@@ -34,16 +35,16 @@ pytestmark = pytest.mark.timeout(1500)  # the first test may have to install SGL
 def test_an_abort_by_id_ends_that_request_with_what_it_has(
     server: Endpoint, background: ThreadPoolExecutor
 ) -> None:
-    other = background.submit(generate, server, PROMPT, 420, rid="other")
-    one = running(server, background, 400, rid="one")
+    other = background.submit(generate, server, PROMPT, LONG + 20, rid="other")
+    one = running(server, background, rid="one")
     for rid in ("", "nobody", "one"):
         ok(server, "/abort_request", rid=rid)
     reply = one.result(60)
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(reply["output_ids"]) < 400
+    assert 0 < len(reply["output_ids"]) < LONG
     assert spans_of(reply) == [("a", 0, len(reply["output_ids"]))]
     assert len(logprobs_of(reply)) == len(reply["output_ids"])
-    assert len(other.result(60)["output_ids"]) == 420
+    assert len(other.result(60)["output_ids"]) == LONG + 20
 
 
 def test_an_abort_of_all_ends_what_runs_and_what_waits(
@@ -52,7 +53,9 @@ def test_an_abort_of_all_ends_what_runs_and_what_waits(
     """Twelve, of which eight run at a time."""
     batch = body([PROMPT] * 12, 300)  # type: ignore[list-item]
     future = background.submit(ok, server, "/generate", **batch)
-    time.sleep(0.5)
+    while server.post("/flush_cache")[0] == 200:
+        time.sleep(0.01)
+    time.sleep(0.1)
     ok(server, "/abort_request", abort_all=True)
     replies = future.result(60)
     assert [r["meta_info"]["finish_reason"]["type"] for r in replies] == ["abort"] * 12
@@ -64,7 +67,7 @@ def test_an_abort_of_all_ends_what_runs_and_what_waits(
 def test_nothing_is_sampled_in_a_pause_and_requests_go_on_after_it(
     server: Endpoint, background: ThreadPoolExecutor, mode: str
 ) -> None:
-    future = running(server, background, 400)
+    future = running(server, background)
     ok(server, "/pause_generation", mode=mode)
     waiting = background.submit(generate, server, PROMPT, 3)
     ok(server, "/update_weight_version", new_version="later", abort_all_requests=False)
@@ -74,20 +77,20 @@ def test_nothing_is_sampled_in_a_pause_and_requests_go_on_after_it(
     assert status == {"retract": 200, "in_place": 400}[mode]
     ok(server, "/continue_generation")
     reply = future.result(60)
-    assert len(reply["output_ids"]) == 400
+    assert len(reply["output_ids"]) == LONG
     (first, start, border), (second, again, end) = spans_of(reply)
-    assert (first, start, second, end) == ("a", 0, "later", 400) and border == again
+    assert (first, start, second, end) == ("a", 0, "later", LONG) and border == again
     assert spans_of(waiting.result(60)) == [("later", 0, 3)]
 
 
 def test_a_pause_by_abort_gives_back_what_there_is(
     server: Endpoint, background: ThreadPoolExecutor
 ) -> None:
-    future = running(server, background, 400)
+    future = running(server, background)
     ok(server, "/pause_generation", mode="abort")
     reply = future.result(60)
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(reply["output_ids"]) < 400
+    assert 0 < len(reply["output_ids"]) < LONG
     assert len(logprobs_of(reply)) == len(reply["output_ids"])
     waiting = background.submit(generate, server, PROMPT, 3)
     time.sleep(0.3)
@@ -115,7 +118,7 @@ def test_health_is_asked_by_sampling_also_of_a_busy_server(
 ) -> None:
     for path in ("/health", "/health_generate"):
         assert server.request("GET", path, key=server.key)[0] == 200
-    future = running(server, background, 300)
+    future = running(server, background)
     assert server.request("GET", "/health_generate", key=server.key)[0] == 200
     future.result(60)
 
@@ -127,11 +130,11 @@ def test_weights_over_a_group_in_mid_response(
     server: Endpoint, background: ThreadPoolExecutor, tiny_models: Models, reference: Reference
 ) -> None:
     """Tokens before it are of a, those after it of b over the whole prefix: spans are exact."""
-    future = running(server, background, 400)
+    future = running(server, background)
     pushed(server, background, tiny_models.b, "retract")
     reply = future.result(60)
     (_, _, border), second = spans_of(reply)
-    assert 0 < border < 400 and second == ("12", border, 400)
+    assert 0 < border < LONG and second == ("12", border, LONG)
     tokens, at = PROMPT + reply["output_ids"], len(PROMPT) - 1
     old, new = (reference(m, tokens)["logprobs"][at:] for m in (tiny_models.a, tiny_models.b))
     assert logprobs_of(reply) == pytest.approx(old[:border] + new[border:], abs=TOLERANCE)
@@ -141,14 +144,14 @@ def test_weights_over_a_group_in_mid_response(
 def test_weights_that_come_with_an_abort_give_back_what_old_ones_sampled(
     server: Endpoint, background: ThreadPoolExecutor, tiny_models: Models, reference: Reference
 ) -> None:
-    future = running(server, background, 400)
+    future = running(server, background)
     pushed(server, background, tiny_models.b, "abort")
     reply = future.result(60)
     count = len(reply["output_ids"])
-    assert 0 < count < 400 and spans_of(reply) == [("a", 0, count)]
+    assert 0 < count < LONG and spans_of(reply) == [("a", 0, count)]
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    rest = generate(server, PROMPT + reply["output_ids"], 400 - count)
-    assert spans_of(rest) == [("12", 0, 400 - count)]
+    rest = generate(server, PROMPT + reply["output_ids"], LONG - count)
+    assert spans_of(rest) == [("12", 0, LONG - count)]
     tokens, at = PROMPT + reply["output_ids"] + rest["output_ids"], len(PROMPT) - 1
     old, new = (reference(m, tokens)["logprobs"][at:] for m in (tiny_models.a, tiny_models.b))
     found = logprobs_of(reply) + logprobs_of(rest)
@@ -165,12 +168,12 @@ def test_weights_in_place_are_exact_to_the_token_or_refused(
     """SGLang overlaps steps unless it is told not to (test_push.py), and would name one token's
     version wrong.
     """
-    future = running(server, background, 400)
+    future = running(server, background)
     if shared_name == "sglang":
         control = ServerControl(server.url, server.key)
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):
             control.control("begin", {"mode": "in_place"}, 30)
-        assert spans_of(future.result(60)) == [("a", 0, 400)]  # it has not been paused
+        assert spans_of(future.result(60)) == [("a", 0, LONG)]  # it has not been paused
         return
     pushed(server, background, tiny_models.b, "in_place")
     exact_in_place(future.result(60), tiny_models, reference)
@@ -246,10 +249,10 @@ def test_a_sender_that_goes_away_fails_the_receive_at_once_and_the_next_one_mend
 def test_a_version_can_be_named_without_ending_requests(
     server: Endpoint, background: ThreadPoolExecutor
 ) -> None:
-    future = running(server, background, 400)
+    future = running(server, background)
     ok(server, "/update_weight_version", new_version="b", abort_all_requests=False)
     reply = future.result(60)
     assert [version for version, *_ in spans_of(reply)] == ["a", "b"]
-    future = running(server, background, 400)
+    future = running(server, background)
     ok(server, "/update_weight_version", new_version="c")
     assert future.result(60)["meta_info"]["finish_reason"]["type"] == "abort"

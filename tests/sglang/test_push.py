@@ -120,7 +120,7 @@ def test_a_push_in_place_and_then_sglang_is_killed_in_the_middle_of_one(
     )
     with server, ThreadPoolExecutor(4) as background:
         ok(server, "/update_weight_version", new_version="a")
-        future = running(server, background, 400)
+        future = running(server, background)
         pushed(server, background, tiny_models.b, "in_place")
         exact_in_place(future.result(60), tiny_models, reference)
 
