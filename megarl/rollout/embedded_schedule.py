@@ -105,9 +105,9 @@ class Sampled:
         """SGLang's `finish_reason` once the last token ends the sequence; a stop wins over the
         length."""
         sampling = self.request.sampling
-        if self.num_sampled:
+        if self.num_sampled and not sampling.ignore_eos:  # as SGLang: that ignores stop tokens, too
             last = self.tokens[-1]
-            if last in sampling.stop_token_ids or (last in eos_ids and not sampling.ignore_eos):
+            if last in sampling.stop_token_ids or last in eos_ids:
                 return {"type": "stop", "matched": last}
         if self.num_sampled >= sampling.max_new_tokens:
             return {"type": "length", "length": sampling.max_new_tokens}

@@ -177,8 +177,13 @@ class Links:
         if not any(failed(future) for future in (*joins, mine)):
             return Link(name, sinks, mine.result(), store), Outcome()
         del store  # whoever still waits in it, here or there, gives up at once
+        mine.add_done_callback(self._end_joined)
         _part(name, sinks)
         return None, self._blame(sinks, _refusals(sinks, joins), _first_error([*joins, mine]))
+
+    def _end_joined(self, mine: "Future[dist.ProcessGroup]") -> None:
+        if not failed(mine):
+            abandon_group(mine.result(), self._backend)
 
     # ---- a bucket ------------------------------------------------------------------------------
 
@@ -195,7 +200,8 @@ class Links:
         try:
             link.work = dist.broadcast(flat, group_src=0, group=link.group, async_op=True)
         except RuntimeError as error:  # the other end is gone already
-            replies.append(_failure(error))
+            # Not the error itself: its traceback would keep the group alive, and open.
+            replies.append(_failure(str(error)))
         return replies
 
     def _finish(self, link: Link, replies: list[Future[Any]]) -> Outcome:
@@ -212,8 +218,10 @@ class Links:
                 broken = str(error)
         if not broken:
             return Outcome()
-        self._abandon(link)
+        closing = self._abandon(link)
         wait(replies, timeout=_ACCOUNT_S)
+        if len(link.sinks) > 1:  # until then the others may still wait in it
+            wait([closing], timeout=self._timeout_s + _ACCOUNT_S)
         return self._blame(link.sinks, _refusals(link.sinks, replies), broken)
 
     # ---- failures ------------------------------------------------------------------------------
@@ -239,12 +247,15 @@ class Links:
         outcome.add(dead or refused, (sink.name for sink in sinks))
         return outcome
 
-    def _abandon(self, link: Link) -> None:
-        """Closes this end, which ends what the servers wait for in it, and lets them forget it."""
+    def _abandon(self, link: Link) -> "Future[None]":
+        """Closes this end, which ends what the servers wait for in it, and lets them forget it.
+        Done when it is closed: over gloo a broadcast may have to time out first.
+        """
         del self._links[link.key]
         link.work = None
-        in_background(_end_group, link, self._backend)
+        closing = in_background(_end_group, link, self._backend)
         _part(link.name, link.sinks)
+        return closing
 
 
 def identities(sinks: Iterable[WeightSink]) -> tuple[Identity, ...]:
@@ -297,7 +308,7 @@ def _first_error(futures: Sequence[Future[Any]]) -> str:
     return next((str(future.exception()) for future in futures if failed(future)), "")
 
 
-def _failure(error: Exception) -> "Future[Any]":
+def _failure(reason: str) -> "Future[Any]":
     future: Future[Any] = Future()
-    future.set_exception(error)
+    future.set_exception(SyncError(reason))
     return future

@@ -80,13 +80,17 @@ def test_greedy_is_transformers_generate(server: Server, reference_a: Reference)
 
 
 def test_stop_tokens_and_ignored_end(server: Server) -> None:
-    shared = {"temperature": 1.0, "sampling_seed": 11, "ignore_eos": True}
-    full = server.generate([5, 6], new=40, sampling=shared)["output_ids"]
+    """``ignore_eos`` ignores stop tokens, too, as SGLang's does."""
+    shared = {"temperature": 1.0, "sampling_seed": 11}
+    full = server.generate([5, 6], new=40, sampling=shared | {"ignore_eos": True})["output_ids"]
     assert len(full) == 40
-    stop = full[7]
+    stop = next(token for token in full[5:] if token != EOS)
     short = server.generate([5, 6], new=40, sampling=shared | {"stop_token_ids": [stop]})
-    assert short["output_ids"] == full[: full.index(stop) + 1]
-    assert short["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    end = min(full.index(token) for token in (stop, EOS) if token in full)
+    assert short["output_ids"] == full[: end + 1]
+    assert short["meta_info"]["finish_reason"] == {"type": "stop", "matched": full[end]}
+    ignored = shared | {"stop_token_ids": [stop], "ignore_eos": True}
+    assert server.generate([5, 6], new=40, sampling=ignored)["output_ids"] == full
 
 
 def test_sampled_frequencies_match_the_probabilities(

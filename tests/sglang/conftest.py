@@ -1,10 +1,13 @@
-"""One SGLang server for the session, two models for it, and what transformers says of them."""
+"""One SGLang server and an embedded one for the session, two models for them, and what transformers
+says of these.
+"""
 
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.sglang.server import SGLangServer, require_sglang
+from tests.sglang.server import Endpoint, SGLangServer, require_sglang
+from tests.sync.servers import several
 from tests.truth.untruncated import recommend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,3 +79,47 @@ def reference() -> Iterator[Callable[[Path, list[int]], dict[str, list]]]:
     yield ask
     worker.stdin.close()
     worker.wait(timeout=30)
+
+
+class Embedded(Endpoint):
+    def __init__(self, url: str, key: str) -> None:
+        self.url, self.key = url, key
+
+
+@pytest.fixture(scope="session")
+def embedded_server(
+    tiny_models: Models, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("embedded")
+    with several(tiny_models.a, folder, 1, max_running=8, context_length=512) as [server]:
+        yield Embedded(server.url, server.key)
+
+
+@pytest.fixture(
+    scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)]
+)
+def shared_name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared(request: pytest.FixtureRequest, shared_name: str) -> Endpoint:
+    return request.getfixturevalue(f"{shared_name}_server")
+
+
+@pytest.fixture
+def server(shared: Endpoint, tiny_models: Models) -> Iterator[Endpoint]:
+    """Serves model a as version "a", and nothing is under way in it; left so that it can again."""
+    fresh = {"model_path": str(tiny_models.a), "weight_version": "a"}
+    status, reply = shared.post("/update_weights_from_disk", fresh)
+    assert status == 200, reply
+    yield shared
+    shared.post("/abort_request", {"abort_all": True})
+    shared.post("/end_weight_update")  # refused where none is open
+    shared.post("/continue_generation")
+
+
+@pytest.fixture(scope="module")
+def background() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(6) as pool:
+        yield pool

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megarl.ops import digest
 from megarl.sync.group import create_store, join_group, leave_group
 from megarl.sync.stream import bucketize, flatten, specs_of
-from tests.sglang.server import SGLangServer
+from tests.sglang.server import Endpoint
 
 PROMPT = [4, 11, 7, 19, 3, 8, 22, 5, 14, 9, 6]
 GROUP = "weights"
 
 
-def ok(server: SGLangServer, path: str, **body: Any) -> Any:
+def ok(server: Endpoint, path: str, **body: Any) -> Any:
     """The reply to a POST that must succeed."""
     status, reply = server.post(path, body)
     assert status == 200, (path, reply)
@@ -31,11 +31,11 @@ def sampling(num_tokens: int, **fields: Any) -> dict[str, Any]:
     return {"input_ids": PROMPT, "sampling_params": parameters, "return_logprob": True, **fields}
 
 
-def generate(server: SGLangServer, *, num_tokens: int, **fields: Any) -> dict[str, Any]:
+def generate(server: Endpoint, *, num_tokens: int, **fields: Any) -> dict[str, Any]:
     return ok(server, "/generate", **sampling(num_tokens, **fields))
 
 
-def generating(server: SGLangServer, pool: ThreadPoolExecutor, *, num_tokens: int) -> Future[Any]:
+def generating(server: Endpoint, pool: ThreadPoolExecutor, *, num_tokens: int) -> Future[Any]:
     """The reply to come, when its first token has been sampled already."""
     started = threading.Event()
 
@@ -51,7 +51,7 @@ def generating(server: SGLangServer, pool: ThreadPoolExecutor, *, num_tokens: in
     return reply
 
 
-def prompt_logprobs(server: SGLangServer) -> list[float]:
+def prompt_logprobs(server: Endpoint) -> list[float]:
     """Log-probs of PROMPT[1:] under the weights being served."""
     reply = generate(server, num_tokens=1, logprob_start_len=0)
     return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
@@ -59,7 +59,7 @@ def prompt_logprobs(server: SGLangServer) -> list[float]:
 
 @contextlib.contextmanager
 def joined_group(
-    server: SGLangServer, pool: ThreadPoolExecutor, *, num_server_ranks: int
+    server: Endpoint, pool: ThreadPoolExecutor, *, num_server_ranks: int
 ) -> Iterator[dist.ProcessGroup]:
     """This process as rank 0, the server's tensor-parallel ranks from 1 on."""
     store, port = create_store("127.0.0.1")
@@ -85,7 +85,7 @@ def joined_group(
 
 
 def send(
-    server: SGLangServer,
+    server: Endpoint,
     group: dist.ProcessGroup,
     pool: ThreadPoolExecutor,
     weights: Mapping[str, torch.Tensor],
@@ -108,7 +108,7 @@ def send(
         receiving.result()
 
 
-def received(server: SGLangServer) -> list[dict[str, str]]:
+def received(server: Endpoint) -> list[dict[str, str]]:
     """What the plugin reports: a digest per name, for each tensor-parallel rank."""
     reply = ok(server, "/weights_checker", action="digest", selector="target")
     return [rank["checksums"] for rank in reply["ranks"]]

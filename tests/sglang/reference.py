@@ -4,7 +4,8 @@ A separate process because patches that let Megatron run on CPU corrupt models w
 loads beside them. Reads a request per line, answers with a line:
 
     {"model": FOLDER, "tokens": [ids, L]}
-    {"logprobs": [L-1], "routing": [L-1, MoE layers, K]}     expert ids by descending score
+    {"logprobs": [L-1], "routing": [L-1, MoE layers, K],     expert ids by descending score
+     "probabilities": [L, V]}                                of the token that follows each
 """
 
 import functools
@@ -26,10 +27,15 @@ def answer(model: str, tokens: list[int]) -> dict[str, list]:
     ids = torch.tensor([tokens])
     network = load(model)
     output = network(ids, output_router_logits=True)
-    logprobs = output.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    every = output.logits[0].log_softmax(-1)
+    logprobs = every[:-1].gather(1, ids[0, 1:, None])[:, 0]
     top_k = network.config.num_experts_per_tok
     routing = [layer.topk(top_k).indices[:-1] for layer in output.router_logits]
-    return {"logprobs": logprobs.tolist(), "routing": torch.stack(routing, 1).tolist()}
+    return {
+        "logprobs": logprobs.tolist(),
+        "routing": torch.stack(routing, 1).tolist(),
+        "probabilities": every.double().exp().tolist(),
+    }
 
 
 def main() -> None:

@@ -48,7 +48,53 @@ def require_sglang() -> Path:
     return VENV
 
 
-class SGLangServer:
+class Endpoint:
+    """A server that speaks the protocol, wherever it comes from."""
+
+    url: str
+    key: str
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
+        """POSTs JSON with the server's key; returns (status, decoded reply)."""
+        return self.request("POST", path, {} if body is None else body, key=self.key)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        key: str | None,
+        timeout_s: float = 120.0,
+    ) -> tuple[int, Any]:
+        """(status, reply): decoded where it is JSON, else text. Errors of HTTP are not raised."""
+        try:
+            with self._open(method, path, body, key, timeout_s) as reply:
+                status, raw = reply.status, reply.read()
+        except urllib.error.HTTPError as error:
+            status, raw = error.code, error.read()
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode(errors="replace")
+
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        key: str | None,
+        timeout_s: float,
+    ) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        return _OPENER.open(request, timeout=timeout_s)
+
+
+class SGLangServer(Endpoint):
     """A server on loopback, behind an API key. Ends with the `with` block, or with this process."""
 
     def __init__(
@@ -128,30 +174,6 @@ class SGLangServer:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
-        """POSTs JSON with the server's key; returns (status, decoded reply)."""
-        return self.request("POST", path, {} if body is None else body, key=self.key)
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        key: str | None,
-        timeout_s: float = 120.0,
-    ) -> tuple[int, Any]:
-        """(status, reply): decoded where it is JSON, else text. Errors of HTTP are not raised."""
-        try:
-            with self._open(method, path, body, key, timeout_s) as reply:
-                status, raw = reply.status, reply.read()
-        except urllib.error.HTTPError as error:
-            status, raw = error.code, error.read()
-        try:
-            return status, json.loads(raw)
-        except ValueError:
-            return status, raw.decode(errors="replace")
-
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
         """POSTs with `"stream": true`; yields what the server sends while it works."""
         with self._open("POST", path, {**body, "stream": True}, self.key, 120.0) as reply:
@@ -162,21 +184,6 @@ class SGLangServer:
 
     def log_tail(self, lines: int = 30) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-
-    def _open(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        key: str | None,
-        timeout_s: float,
-    ) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        return _OPENER.open(request, timeout=timeout_s)
 
     def _wait_ready(self) -> None:
         assert self._process is not None

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -92,7 +92,9 @@ def started(model: Path, folder: Path, max_running: int = 2) -> Iterator[Server]
 
 
 @contextmanager
-def several(model: Path, folder: Path, count: int, max_running: int = 2) -> Iterator[list[Server]]:
+def several(
+    model: Path, folder: Path, count: int, max_running: int = 2, context_length: int = 32
+) -> Iterator[list[Server]]:
     """Forked from a process that has imported everything already."""
     _FORKS.set_forkserver_preload(["megarl.serve", "transformers.models.qwen3_moe"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +104,7 @@ def several(model: Path, folder: Path, count: int, max_running: int = 2) -> Iter
     try:
         for k in range(count):
             options = {"key_file": key, "ready_file": folder / f"server_{k}.json"}
-            options |= {"max_running": max_running, "context_length": 32}
+            options |= {"max_running": max_running, "context_length": context_length}
             log = folder / f"server_{k}.log"
             target = functools.partial(_serve, log, model, parent_pid=os.getpid(), **options)
             processes.append(_FORKS.Process(target=target, daemon=True))
@@ -143,18 +145,22 @@ Rewrite = Callable[[int, Any], tuple[int, Any]]
 
 @dataclass
 class Proxy:
-    """Stands before a real server; its first answer on a path is rewritten, or made up."""
+    """Stands before a real server; its first ``times`` answers on a path are rewritten, or made
+    up. ``paths``: what was asked, in order.
+    """
 
     target: Server
     path: str
     rewrite: Rewrite
     forward: bool
+    times: int = 1
     url: str = ""
-    pending: bool = True
+    paths: list[str] = field(default_factory=list)
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
-        rewritten = path == self.path and self.pending
-        self.pending = self.pending and not rewritten
+        self.paths.append(path)
+        rewritten = path == self.path and self.times > 0
+        self.times -= rewritten
         if rewritten and not self.forward:
             return self.rewrite(200, {})
         status, reply = http(self.target.url, self.target.key, path, body)
@@ -163,9 +169,9 @@ class Proxy:
 
 @contextmanager
 def proxied(
-    server: Server, path: str, rewrite: Rewrite, *, forward: bool = True
+    server: Server, path: str, rewrite: Rewrite, *, forward: bool = True, times: int = 1
 ) -> Iterator[Proxy]:
-    proxy = Proxy(server, path, rewrite, forward)
+    proxy = Proxy(server, path, rewrite, forward, times)
 
     class Handler(BaseHTTPRequestHandler):
         def _reply(self) -> None:

@@ -174,6 +174,58 @@ def test_a_server_that_answers_200_without_success_is_lost(
     assert (state["weight_version"], state["paused"]) == ("0", "retract")  # samples nothing
 
 
+def test_an_update_that_was_left_open_is_closed_and_begun_anew(
+    pool: WorkerPool, server: Server, other_model: Path
+) -> None:
+    """SGLang refuses a second begin; here the first one looks like that."""
+    with proxied(server, "/begin_weight_update", no_success) as proxy:
+        ranks = push(pool, {}, at(server, proxy.url), hf=other_model)
+    assert outcomes(ranks)[0].lost == {}
+    first = proxy.paths.index("/begin_weight_update")
+    assert proxy.paths[first : first + 3] == [
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/begin_weight_update",
+    ]
+    assert server.digests() == digests_of(other_model)
+
+
+def still_running(status: int, reply: Any) -> tuple[int, Any]:
+    return 400, "Flush cache failed."
+
+
+def test_a_cache_is_emptied_after_the_weights_and_before_sampling_however_often_it_takes(
+    pool: WorkerPool, server: Server, other_model: Path
+) -> None:
+    path = "/flush_cache"
+    with proxied(server, path, still_running, forward=False, times=3) as proxy:
+        ranks = push(pool, {}, at(server, proxy.url), hf=other_model)
+    assert outcomes(ranks)[0].lost == {}
+    last = max(k for k, p in enumerate(proxy.paths) if p == "/update_weights_from_distributed")
+    asked = [p for p in proxy.paths[last + 1 :] if p != "/server_info"]
+    assert asked == [
+        "/weights_checker",
+        "/end_weight_update",
+        *["/flush_cache"] * 4,
+        "/update_weight_version",
+        "/continue_generation",
+        "/destroy_weights_update_group",
+    ]
+
+
+def test_a_server_that_keeps_its_cache_is_lost_and_samples_nothing(
+    pool: WorkerPool, server: Server, other_model: Path
+) -> None:
+    path = "/flush_cache"
+    with proxied(server, path, still_running, forward=False, times=10**6) as proxy:
+        lying = at(server, proxy.url)
+        ranks = push(pool, {}, lying, hf=other_model, deadline_s=2.0)
+    assert path in only_loss(ranks, lying)
+    assert outcomes(ranks)[1] < 4
+    state = http(server.url, server.key, "/server_info")[1]
+    assert (state["weight_version"], state["paused"]) == ("0", "retract")
+
+
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
 @pytest.mark.parametrize(
     ("rewrite", "words"),

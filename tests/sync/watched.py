@@ -58,6 +58,6 @@ class Watched(ServerControl):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=1) as response:
-                return str(json.load(response)["weight_version"])
+                return str(json.load(response).get("weight_version"))
         except OSError:
             return "gone"

@@ -1,0 +1,132 @@
+"""Pushes to a real SGLang server and an embedded one together, of which one dies or hangs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rollout.control import ServerControl
+from megarl.types import Push
+from tests.helpers.dist import WorkerPool
+from tests.sglang.conftest import Models
+from tests.sglang.contract import Reference, exact_in_place, pushed, running
+from tests.sglang.protocol import generate, ok
+from tests.sglang.server import Endpoint, SGLangServer, require_sglang
+from tests.sync.servers import Server, digests_of, several
+from tests.sync.watched import Blow
+
+pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture
+def beside(tiny_models: Models, tmp_path: Path) -> Iterator[Server]:
+    with several(tiny_models.a, tmp_path / "run", 1) as [server]:
+        yield server
+
+
+def described(server: Endpoint) -> dict[str, Any]:
+    return {"name": "sglang", "url": server.url, "key": server.key, "boot": "1"}
+
+
+def push(
+    pool: WorkerPool,
+    models: Models,
+    servers: list[dict[str, Any]],
+    *whom: list[int],
+    **options: Any,
+) -> list[Push]:
+    """Versions 101, 102, ... of models b, a, b, ..."""
+    files = [m / "model.safetensors" for m in (models.b, models.a)]
+    pushes = [(101 + k, files[k % 2], indices) for k, indices in enumerate(whom)]
+    work = "tests.sync.work_push:push"
+    [rank] = pool.run(work, world=1, stages=1, servers=servers, pushes=pushes, **options)
+    assert [error for error, *_ in rank["steps"]] == [None] * len(whom)
+    return [step[1] for step in rank["steps"]]
+
+
+def serves(server: Endpoint, model: Path, version: int) -> None:
+    control = ServerControl(server.url, server.key)
+    assert control.control("digest", {}, 30)["digests"] == digests_of(model)
+    assert generate(server, num_tokens=2)["meta_info"]["weight_version"] == str(version)
+
+
+def scheduler_of(server: SGLangServer) -> int:
+    """The process that computes, of those that the server consists of."""
+    assert server._process is not None
+    parents = {
+        int(path.name): int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        for path in Path("/proc").glob("[0-9]*")
+        if (path / "stat").exists()
+    }
+
+    def is_ours(pid: int) -> bool:
+        return pid == server._process.pid or (pid in parents and is_ours(parents[pid]))
+
+    [pid] = [
+        pid
+        for pid in parents
+        if is_ours(pid) and b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return pid
+
+
+def test_an_embedded_server_killed_in_the_middle_does_not_disturb_sglang(
+    pool: WorkerPool, sglang_server: SGLangServer, tiny_models: Models, beside: Server
+) -> None:
+    servers = [beside.described, described(sglang_server)]
+    blows = {str(beside.pid): Blow("receive", 0, beside.pid, later_s=0.3)}
+    pushes = push(pool, tiny_models, servers, [0, 1], [1], blows=blows)
+    assert [set(p.lost) for p in pushes] == [{beside.name}, set()]
+    assert [p.receipt and p.receipt.version for p in pushes] == [101, 102]
+    serves(sglang_server, tiny_models.a, 102)
+
+
+def test_sglang_that_hangs_in_the_middle_does_not_disturb_the_embedded_server(
+    pool: WorkerPool, sglang_server: SGLangServer, tiny_models: Models, beside: Server
+) -> None:
+    """Its HTTP side lives, its scheduler stands still; when that goes on, so does the next push."""
+    pid = scheduler_of(sglang_server)
+    servers = [beside.described, described(sglang_server)]
+    hang = {"blows": {"1": Blow("receive", 0, pid, signal.SIGSTOP)}, "deadline_s": 4.0}
+    try:
+        [first] = push(pool, tiny_models, servers, [0, 1], **hang)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert set(first.lost) == {"sglang"} and "within 4 s" in first.lost["sglang"]
+    assert beside.digests() == digests_of(tiny_models.b) and beside.version() == "101"
+    [second] = push(pool, tiny_models, servers, [0, 1])
+    assert second.lost == {}
+    serves(sglang_server, tiny_models.b, 101)
+
+
+@pytest.mark.slow
+def test_a_push_in_place_and_then_sglang_is_killed_in_the_middle_of_one(
+    pool: WorkerPool,
+    tiny_models: Models,
+    reference: Reference,
+    beside: Server,
+    tmp_path: Path,
+) -> None:
+    """In place without overlapping steps: spans are exact to the token."""
+    require_sglang()
+    server = SGLangServer(
+        tiny_models.a,
+        log_path=tmp_path / "server.log",
+        extra_args=("--disable-overlap-schedule",),
+    )
+    with server, ThreadPoolExecutor(4) as background:
+        ok(server, "/update_weight_version", new_version="a")
+        future = running(server, background)
+        pushed(server, background, tiny_models.b, "in_place")
+        exact_in_place(future.result(60), tiny_models, reference)
+
+        pid = scheduler_of(server)
+        servers = [beside.described, described(server)]
+        blows = {"1": Blow("receive", 0, pid, later_s=0.5)}
+        [done] = push(pool, tiny_models, servers, [0, 1], blows=blows)
+        assert set(done.lost) == {"sglang"}
+        assert beside.digests() == digests_of(tiny_models.b) and beside.version() == "101"
