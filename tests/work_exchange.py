@@ -2,10 +2,12 @@
 
 import os
 import time
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from megarl.data.exchange import Collected, Exchange, everywhere, share_facts
@@ -88,6 +90,31 @@ def failure(rank: int, where: str) -> str:
         return repr(nodes.share(prepare, read))
     except Exception as e:
         return f"{type(e).__name__}: {e}"
+
+
+def memory_of_sharing(rank: int, parts: int, size: int) -> int:
+    """Most bytes of this process's own memory during ``share``; what is shared is no part of it."""
+    nodes = _nodes(rank, [dist.get_world_size()])
+    tracemalloc.start()
+    try:
+        length = nodes.share(lambda: (bytes([k]) * size for k in range(parts)), len)
+        assert length == (None if rank == 0 else parts * size)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def copied_here(rank: int, cases: list[dict[str, Any]]) -> list[bool]:
+    """Whether this rank's routing of samples that it collected is memory of its own."""
+    found = []
+    for case in cases:
+        nodes = _nodes(rank, [1, 1])
+        collected = _collected(case["samples"], [0] * len(case["samples"]), nodes)
+        exchange = Exchange(Mesh(pp=2), nodes, case["layers"])
+        payloads = exchange.deliver(collected, [0] * len(case["samples"])).payloads
+        pairs = zip(payloads.values(), case["samples"], strict=True)
+        found += [not np.shares_memory(p.routing, s.routing) for p, s in pairs]
+    return found
 
 
 def _nodes(rank: int, sizes: Sequence[int]) -> Nodes:

@@ -240,6 +240,24 @@ def test_the_bytes_of_two_stages_by_hand() -> None:
     assert expected_bytes(TWO[1]) == [(7 * 4 + 5 * 2, 7 * 4 + 5 * 2), (14 * 17 + 12 * 4,) * 2]
 
 
+def test_what_a_node_shares_is_written_part_by_part(pool: WorkerPool) -> None:
+    """32 parts of a MiB, of which a leader has one or two at a time."""
+    leader, _ = pool.run("tests.work_exchange:memory_of_sharing", world=2, parts=32, size=2**20)
+    assert 2**20 < leader < 4 * 2**20
+
+
+def test_layers_that_follow_one_another_are_not_copied_where_they_were_collected(
+    pool: WorkerPool,
+) -> None:
+    cases = [
+        {"layers": layers, "samples": step_of([9, 4], brings=True)}
+        for layers in ([[0, 1], [2]], [[1], [0, 2]], [[0, 2], [1]])
+    ]
+    here, elsewhere = pool.run("tests.work_exchange:copied_here", world=2, cases=cases)
+    assert here == [False] * 4 + [True] * 2
+    assert elsewhere == [True] * 6
+
+
 def test_a_message_that_does_not_come_names_the_rank_that_is_waited_for(pool: WorkerPool) -> None:
     error, _ = pool.run("tests.work_exchange:late_leader", world=2, nodes=[1, 1], samples=[])
     assert "RunError: rank 0 waited up to 0.3 s (run.timeout_s) for 10 bytes from rank 1" in error
