@@ -169,9 +169,10 @@ class Collector:
         self._closing = True
         self._say({"do": "close"})
         self._to_send.put(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        if self._process.poll() is None:
+        if self._ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_TIMEOUT_S)
+        if self._process.poll() is None:  # it imports still, or hangs
             self._process.kill()
             self._process.wait()
         self._connection.close()

@@ -199,3 +199,31 @@ def test_a_reward_that_is_none_ends_the_run_and_names_the_sample(folder: Path) -
     found = error_from_json(error)
     assert isinstance(found, DataError)
     assert re.match(r"the reward of sample p1/\d is NoneType None", str(found))
+
+
+def test_when_it_ends_servers_have_none_of_its_requests(folder: Path) -> None:
+    async def never(server: Server, request: Any, body: Any) -> Any:
+        await asyncio.sleep(60)
+
+    async def run() -> Server:
+        server = Server(script=never)
+        work = Work(settings_in(folder), lambda *_: None)
+        async with server.running():
+            work.handle({"do": "serve_from", "members": [asdict(server.member)]})
+            requests = [request_to_json(request(n)) for n in range(6)]
+            work.handle({"do": "issue", "requests": requests})
+            while server.open < 6:
+                await asyncio.sleep(0.01)
+            await work.close()
+        return server
+
+    server = asyncio.run(run())
+    asked = [rid for body in server.bodies for rid in body["rid"]]
+    assert sorted(server.aborted) == sorted(asked) and len(asked) == 24
+
+
+def test_what_is_not_understood_ends_the_run_and_not_silently(folder: Path) -> None:
+    said: list[Any] = []
+    Work(settings_in(folder), said.append).handle({"do": "dance"})
+    ((error,),) = [list(message.values()) for message in said]
+    assert str(error_from_json(error)) == "the collector failed: KeyError: 'dance'"
