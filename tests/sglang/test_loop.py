@@ -49,7 +49,9 @@ def test_three_steps_of_rl_with_a_real_sglang_server(
         # fp32 on both sides, other kernels: rounding over 4 layers. The weights of one step
         # earlier, let alone model b's, give differences of 1e-3 and more.
         assert m["mismatch/max_abs_logprob_diff"] < 2e-5, m
-        assert m["moe/replay_changed"] < 0.02, m  # by the updates of the step
+        # By the updates of the step, of samples that are others every time; 0.3 and more if rows or
+        # layers were moved.
+        assert m["moe/replay_changed"] < 0.1, m
     samples = [json.loads(s) for s in (run.run / "samples/step_3.jsonl").read_text().splitlines()]
     assert {s["version"] for s in samples} == {2}
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
