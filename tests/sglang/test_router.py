@@ -1,6 +1,5 @@
 """The real sglang-router in front of servers of ours: who is asked, and what passes."""
 
-import asyncio
 import json
 import os
 import signal
@@ -10,26 +9,23 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
 
 from megarl.errors import ServerError
-from megarl.rollout.client import Answer, Ask, RolloutClient, new_rids
 from megarl.rollout.process import read_or_make_key
 from megarl.rollout.router import Router
 from megarl.rollout.starter import free_port
 from megarl.rundir import RunDir
-from megarl.types import Member, Sampling
-from tests.sglang.server import SGLangServer
+from megarl.types import Member
+from tests.sglang.server import VENV, require_sglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 PROGRAM = Path(__file__).parents[1] / "rollout" / "standin.py"
-COMMAND = (sys.executable, "-m", "sglang_router.launch_router")  # of the group dev
+COMMAND = (str(VENV / "bin" / "python"), "-m", "sglang_router.launch_router")
 
 
 class Site:
@@ -99,6 +95,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
+    require_sglang()
     site = Site(tmp_path)
     yield site
     site.close()
@@ -171,63 +168,3 @@ def test_a_router_that_does_not_start_says_why(site: Site) -> None:
     ):
         site.start("--policy", "nonsense")
     assert time.monotonic() - start < 60
-
-
-def test_a_group_goes_through_the_router_and_its_aborts_past_it(
-    sglang_server: SGLangServer, tmp_path: Path
-) -> None:
-    """The real server behind the real router, asked by the client that collectors have."""
-    version = {"new_version": "7", "abort_all_requests": False}  # as a push leaves it
-    assert sglang_server.post("/update_weight_version", version)[0] == 200
-    run = RunDir(tmp_path / "run")
-    run.root.mkdir()
-    run.key.write_text(sglang_server.key)
-    run.key.chmod(0o600)
-    router = Router(
-        COMMAND,
-        run_dir=run,
-        key=sglang_server.key,
-        key_file=run.key,
-        host="127.0.0.1",
-        timeout_s=60.0,
-        request_timeout_s=60.0,
-    )
-    try:
-        router.serve([Member("server 0", sglang_server.url, "boot")])
-        member = router.member()
-        assert member.behind == (sglang_server.url,)
-        assert Member(**asdict(member)) == member  # as it travels
-        asyncio.run(ask_and_abort(member, sglang_server.key))
-    finally:
-        router.close()
-
-
-async def ask_and_abort(member: Member, key: str) -> None:
-    client = RolloutClient(member.url, key, 60.0, member.behind)
-    long = Sampling(1.0, 400, ignore_eos=True)
-
-    def asks(budget: int) -> list[Ask]:
-        prompts = ([4, 5, 6], [7, 8], [9, 10, 11, 12])
-        rids = new_rids(len(prompts))
-        return [Ask(r, p, budget, i) for i, (r, p) in enumerate(zip(rids, prompts, strict=True))]
-
-    try:
-        short = asks(5)
-        answer = await client.generate(short, replace(long, max_new_tokens=5))
-        assert isinstance(answer, Answer) and not answer.wrong
-        found = [(p.request_id, len(p.token_ids), p.finish) for p in answer.parts if p]
-        assert found == [(ask.rid, 5, "length") for ask in short]
-
-        running = asyncio.ensure_future(client.generate(asks(400), long))
-        await asyncio.sleep(2.0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)  # aborts are part of its end
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
-            for _ in range(100):
-                async with session.get(f"{member.behind[0]}/flush_cache") as reply:
-                    if reply.status == 200:  # it refuses while anything runs
-                        return
-                await asyncio.sleep(0.1)
-        raise AssertionError("the server still works on what nobody waits for")
-    finally:
-        await client.close()
