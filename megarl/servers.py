@@ -22,7 +22,6 @@ import torch.distributed as dist
 from megarl.errors import ServerError
 from megarl.hostcomm import agree, broadcast_json, gather_json
 from megarl.protocols import Collector, Fleet, Transport, WeightSink
-from megarl.rollout.router import Router
 from megarl.types import Max, Member, Metric, Push, StepMetrics
 
 log = logging.getLogger(__name__)
@@ -43,13 +42,10 @@ class Servers:
         fleet: Fleet | None,
         collector: Collector | None,
         start_timeout_s: float,
-        routed: bool = False,
-        router: Router | None = None,
     ) -> None:
         """``fleet`` on rank 0 alone; ``collector`` on the ranks that collect. ``start_timeout_s``:
-        how long ``require`` waits. ``routed``: collectors ask ``router``, which rank 0 has.
+        how long ``require`` waits.
         """
-        self._routed, self._router = routed, router
         self._transport, self._group, self._sink = transport, group, sink
         self._fleet, self._collector = fleet, collector
         self._start_timeout_s = start_timeout_s
@@ -138,8 +134,6 @@ class Servers:
             agree(error, self._group, "asking the fleet for its servers")
         if suspected:
             self._suspect(suspects)
-            if self._routed:
-                self._tell()  # a router that has died is started again
         if changed:
             told = broadcast_json([asdict(m) for m in members], 0, self._group)
             self._members = [Member(**fields) for fields in told]
@@ -153,8 +147,7 @@ class Servers:
         for fields, why in (pair for part in everyone for pair in part):
             reasons.setdefault(Member(**fields), why)
         for member, why in reasons.items():
-            for server in self._serving if member.behind else (member,):
-                self._fleet.suspect(server, why)
+            self._fleet.suspect(member, why)
 
     def _hopeless(self, deadline: float) -> str | None:
         """Why there is nothing to wait for, the same on every rank."""
@@ -201,21 +194,5 @@ class Servers:
         self._serving = tuple(members)
         for member in members:
             self._gone.pop(member.name, None)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Collectors whom to ask: those that serve, or the router before them."""
-        asked = self._serving
-        if self._routed and asked:
-            asked, error = (), None
-            if self._router is not None:
-                try:
-                    self._router.serve(self._serving)
-                    asked = (self._router.member(),)
-                except ServerError as e:
-                    error = e
-            agree(error, self._group, "telling the router which servers serve")
-            told = broadcast_json([asdict(m) for m in asked], 0, self._group)
-            asked = tuple(Member(**fields) for fields in told)
         if self._collector is not None:
-            self._collector.serve_from(asked)
+            self._collector.serve_from(self._serving)

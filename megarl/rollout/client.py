@@ -35,7 +35,6 @@ _ABORT_TIMEOUT_S = 2.0
 _ABORTS_AT_ONCE = 32
 _KEEP_ALIVE_S = 2.0  # servers close what is idle for longer (uvicorn: 5), just when we might use it
 _READ_BYTES = 4 * 2**20
-_LISTS = ("input_ids", "sampling_params", "rid")  # with an entry for every sequence
 _BUSY = (408, 429, 503)  # the request was not worked on, and nothing is wrong with it
 
 
@@ -64,14 +63,11 @@ def new_rids(count: int) -> list[str]:
 
 
 class RolloutClient:
-    """One server, or a router. Belongs to the event loop in which it is first used."""
+    """One server. Belongs to the event loop in which it is first used."""
 
-    def __init__(self, url: str, key: str, timeout_s: float, behind: Sequence[str] = ()) -> None:
-        """`timeout_s` bounds one `generate`. `behind`: the servers of a router. It takes one
-        sequence a request, and no aborts: these go to all of its servers.
-        """
+    def __init__(self, url: str, key: str, timeout_s: float) -> None:
+        """`timeout_s` bounds one `generate`."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._behind = [server.rstrip("/") for server in behind]
         self._headers = {"Authorization": f"Bearer {key}"}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
@@ -83,20 +79,10 @@ class RolloutClient:
         """`sampling.max_new_tokens` is of whole responses; a request has every sequence's own
         budget. `routing`: ask for routed experts too, of a model of this shape.
         """
-        body = _body(asks, sampling, routing is not None)
-        if not self._behind:
-            return await self._ask(asks, body, routing)
-        single = [
-            self._ask([ask], body | {name: body[name][i] for name in _LISTS}, routing)
-            for i, ask in enumerate(asks)
-        ]
-        return _together(await asyncio.gather(*single))
-
-    async def _ask(
-        self, asks: Sequence[Ask], fields: Mapping[str, Any], routing: RoutingShape | None
-    ) -> Outcome:
         rids = [ask.rid for ask in asks]
-        body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        body = orjson.dumps(
+            _body(asks, sampling, routing is not None), option=orjson.OPT_SERIALIZE_NUMPY
+        )
         try:
             status, raw = await self._request("POST", "/generate", body, self._timeout_s)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -111,7 +97,7 @@ class RolloutClient:
             await self.abort(rids)
             raise
         if status == 200:
-            return read_answer(b"[" + raw + b"]" if self._behind else raw, asks, routing)
+            return read_answer(raw, asks, routing)
         said = f"HTTP {status}: {raw[:300].decode(errors='replace')}"
         if status in _BUSY or status >= 500:
             return Failure(said, taken=status not in _BUSY)
@@ -119,21 +105,20 @@ class RolloutClient:
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Frees the server of requests nobody waits for any more, if it still listens."""
-        done, servers = 0, self._behind or [self.url]
+        done = 0
 
-        async def abort(rid: str, url: str) -> None:
+        async def abort(rid: str) -> None:
             nonlocal done
             async with self._aborting:
                 body = orjson.dumps({"rid": rid})
-                await self._request("POST", "/abort_request", body, _ABORT_TIMEOUT_S, url)
+                await self._request("POST", "/abort_request", body, _ABORT_TIMEOUT_S)
             done += 1
 
-        calls = [abort(rid, url) for rid in rids for url in servers]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await asyncio.gather(*calls, return_exceptions=True)
-        if done < len(calls):
-            log.warning("%s: %d of %d aborts failed", self.url, len(calls) - done, len(calls))
+                await asyncio.gather(*(abort(rid) for rid in rids), return_exceptions=True)
+        if done < len(rids):
+            log.warning("%s: %d of %d aborts failed", self.url, len(rids) - done, len(rids))
 
     async def health(self, timeout_s: float = 30.0) -> None:
         """Makes the server generate a token. Raises ServerError if it cannot."""
@@ -165,7 +150,7 @@ class RolloutClient:
             self._session = None
 
     async def _request(
-        self, method: str, path: str, body: bytes | None, timeout_s: float, url: str = ""
+        self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
         if self._closed:
             raise aiohttp.ClientConnectionError("the client is closed")
@@ -180,26 +165,13 @@ class RolloutClient:
             total=max(timeout_s, 0.001), sock_connect=min(timeout_s, _CONNECT_TIMEOUT_S)
         )
         async with self._session.request(
-            method, (url or self.url) + path, data=body, timeout=timeout, allow_redirects=False
+            method, self.url + path, data=body, timeout=timeout, allow_redirects=False
         ) as response:
             # Not `response.read()`, whose result lives for as long as the response's cycles do.
             return response.status, await response.content.read()
 
 
-def _together(outcomes: Sequence[Outcome]) -> Outcome:
-    """Of sequences that were asked for one by one, as of one request; a failure is a wrong part
-    where others have succeeded.
-    """
-    refused = [o for o in outcomes if isinstance(o, Refusal)]
-    failed = [o for o in outcomes if isinstance(o, Failure)]
-    if refused or len(failed) == len(outcomes):
-        return (refused or failed)[0]
-    answers = [o if isinstance(o, Answer) else Answer((None,), o.reason) for o in outcomes]
-    wrong = next((a.wrong for a in answers if a.wrong), "")
-    return Answer(tuple(part for a in answers for part in a.parts), wrong)
-
-
-def _body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> dict[str, Any]:
+def _body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> Mapping[str, Any]:
     shared = {
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,

@@ -83,7 +83,7 @@ class Work:
         self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
 
         def connect(member: Member) -> RolloutClient:
-            return RolloutClient(member.url, key, settings.request_timeout_s, member.behind)
+            return RolloutClient(member.url, key, settings.request_timeout_s)
 
         self._pool = Pool(connect, self._suspected, settings.max_in_flight)
         self._scoring = ThreadPoolExecutor(1, "scoring")

@@ -21,7 +21,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,11 @@ class Router:
         self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
         self._restarts_left, self._say = max_restarts, say
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._serving: tuple[str, ...] = ()
         self._server, self._member = self._start()
 
     def member(self) -> Member:
         """Whom collectors ask instead of the servers. Another boot after a restart."""
-        return replace(self._member, behind=self._serving)
+        return self._member
 
     def serve(self, members: Sequence[Member]) -> None:
         """These servers, and no others, are asked from now on. A router that has died is started
@@ -89,8 +87,7 @@ class Router:
             self._restarts_left -= 1
             log.error("%s died: %s; started again, %d left", NAME, cause, self._restarts_left)
             self._server, self._member = self._start()
-        self._serving = tuple(sorted(member.url for member in members))
-        asyncio.run(self._serve(set(self._serving)))
+        asyncio.run(self._serve({member.url for member in members}))
 
     def close(self) -> None:
         self._server.stop()

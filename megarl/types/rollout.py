@@ -97,7 +97,3 @@ class Member:
     boot: str
     ranks: int = 1  # of a weight group
     version: str = ""  # of its software, like "sglang 0.5.23"
-    behind: tuple[str, ...] = ()  # of a router: URLs of the servers it hands requests on to
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "behind", tuple(self.behind))  # a list where it has been JSON
