@@ -34,6 +34,7 @@ from megarl.rollout.messages import (
 )
 from megarl.rollout.pool import Pool
 from megarl.rollout.process import follow_parent, read_key
+from megarl.rollout.routed import connect as connect_to
 from megarl.rollout.sampler import Rules, Sampled, sample_group
 from megarl.rollout.scoring import Scorer
 from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
@@ -85,7 +86,7 @@ class Work:
         key = read_key(settings.key_file)
 
         def connect(member: Member) -> RolloutClient:
-            return RolloutClient(member.url, key, settings.request_timeout_s)
+            return connect_to(member, key, settings.request_timeout_s)
 
         self._pool = Pool(connect, self._suspected, settings.max_in_flight)
         self._scoring = ThreadPoolExecutor(1, "scoring")
