@@ -332,7 +332,7 @@ def test_control_takes_nothing_but_success(op: str) -> None:
             return answers.pop(0)
 
         app = web.Application()
-        app.router.add_post("/{path:.*}", handle)
+        app.router.add_route("*", "/{path:.*}", handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
