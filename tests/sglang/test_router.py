@@ -221,6 +221,7 @@ def test_a_group_goes_through_the_router_as_requests_of_its_own(site: Site) -> N
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_router_that_does_not_start_says_why(site: Site) -> None:
     start = time.monotonic()
     with pytest.raises(
