@@ -66,6 +66,8 @@ class RolloutSource:
             fleet=self.fleet,
             collector=self.collector,
             start_timeout_s=config.rollout.start_timeout_s,
+            routed=bool(config.rollout.router_command),
+            router=self.fleet.router if self.fleet is not None else None,
         )
         self.collection = Collection(
             self.stream,

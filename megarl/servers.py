@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,14 @@ _POLL_S = 0.2
 _TELL_EVERY_S = 15.0
 
 
+class Router(Protocol):
+    """Stands between collectors and servers (``rollout/router.py``)."""
+
+    def serve(self, members: Sequence[Member]) -> None: ...
+
+    def member(self) -> Member: ...
+
+
 class Servers:
     """``push``, ``refresh`` and ``require`` are collective over ``group``, all trainer ranks."""
 
@@ -42,10 +51,14 @@ class Servers:
         fleet: Fleet | None,
         collector: Collector | None,
         start_timeout_s: float,
+        routed: bool = False,
+        router: Router | None = None,
     ) -> None:
         """``fleet`` on rank 0 alone; ``collector`` on the ranks that collect. ``start_timeout_s``:
-        how long ``require`` waits.
+        how long ``require`` waits. ``routed``: collectors ask the servers through a router, which
+        is on rank 0.
         """
+        self._routed, self._router = routed, router
         self._transport, self._group, self._sink = transport, group, sink
         self._fleet, self._collector = fleet, collector
         self._start_timeout_s = start_timeout_s
@@ -194,5 +207,19 @@ class Servers:
         self._serving = tuple(members)
         for member in members:
             self._gone.pop(member.name, None)
+        asked = self._through_router() if self._routed else self._serving
         if self._collector is not None:
-            self._collector.serve_from(self._serving)
+            self._collector.serve_from(asked)
+
+    def _through_router(self) -> tuple[Member, ...]:
+        """Whom collectors ask instead of those that serve, of which the router hears first."""
+        told, error = None, None
+        if self._router is not None:
+            try:
+                self._router.serve(self._serving)
+                told = asdict(self._router.member())
+            except Exception as e:
+                error = e
+        agree(error, self._group, "telling the router who serves")
+        front = broadcast_json(told, 0, self._group)
+        return (Member(**front),) if self._serving else ()

@@ -23,9 +23,9 @@ def members(*names: str) -> list[Member]:
     return [member(name) for name in names]
 
 
-def played(pool: WorkerPool, *acts: tuple[Any, ...]) -> list[list[Any]]:
+def played(pool: WorkerPool, *acts: tuple[Any, ...], routed: bool = False) -> list[list[Any]]:
     """What every rank has to tell of the acts that are calls."""
-    return pool.run("tests.work_servers:acts", world=WORLD, acts=acts)
+    return pool.run("tests.work_servers:acts", world=WORLD, acts=acts, routed=routed)
 
 
 def told(rank: list[Any], act: int) -> list[Any]:
@@ -172,3 +172,19 @@ def test_a_real_server_is_told_of_with_the_trainers_version_only(
         )
         assert servers[2].version() == "42"
         assert servers[2].digests() == digests_of(tiny_model)
+
+
+def test_a_router_hears_of_servers_first_and_collectors_of_the_router_alone(
+    pool: WorkerPool,
+) -> None:
+    acts = [("members", "a1", "b1"), ("push", 5), ("members", "b1"), ("refresh",)]
+    ranks = played(pool, *acts, ("members",), ("refresh",), ("refresh",), routed=True)
+    router = Member("router", "http://r:1", "router")
+    for rank, events in enumerate(ranks):
+        said = [
+            [(what, rest[0]) for what, *rest in happened if what in ("router serves", "serve from")]
+            for _, happened in events
+        ]
+        heard = [[("router serves", names)] * (rank == 0) for names in (["a", "b"], ["b"], [])]
+        asked = [[("serve from", to)] * (rank in COLLECTING) for to in ([router], [router], [])]
+        assert said == [*(h + a for h, a in zip(heard, asked, strict=True)), []]

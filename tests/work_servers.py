@@ -82,10 +82,21 @@ class WritingCollector:
         self.log.append(("serve from", list(members)))
 
 
+@dataclass
+class WritingRouter:
+    log: Log
+
+    def serve(self, members: Sequence[Member]) -> None:
+        self.log.append(("router serves", [m.name for m in members]))
+
+    def member(self) -> Member:
+        return Member("router", "http://r:1", "router")
+
+
 class Stage:
     """One rank's part in a scenario."""
 
-    def __init__(self, rank: int, start_timeout_s: float = 30.0) -> None:
+    def __init__(self, rank: int, start_timeout_s: float = 30.0, *, routed: bool = False) -> None:
         self.log: Log = []
         self.fleet = ToldFleet(self.log)
         self.transport = WritingTransport(self.log, self.fleet)
@@ -96,6 +107,8 @@ class Stage:
             fleet=self.fleet if rank == 0 else None,
             collector=WritingCollector(self.log) if rank in COLLECTING else None,  # type: ignore[arg-type]
             start_timeout_s=start_timeout_s,
+            routed=routed,
+            router=WritingRouter(self.log) if routed and rank == 0 else None,
         )
 
     def members(self, *names: str) -> list[Member]:
@@ -109,9 +122,9 @@ class Stage:
         return happened
 
 
-def acts(rank: int, acts: Sequence[tuple[Any, ...]]) -> list[Any]:
+def acts(rank: int, acts: Sequence[tuple[Any, ...]], routed: bool = False) -> list[Any]:
     """(what a call returned, what happened then), for every act."""
-    stage = Stage(rank)
+    stage = Stage(rank, routed=routed)
     told: list[Any] = []
     for act, *rest in acts:
         if act == "members":

@@ -80,9 +80,8 @@ class RolloutClient:
         budget. `routing`: ask for routed experts too, of a model of this shape.
         """
         rids = [ask.rid for ask in asks]
-        body = orjson.dumps(
-            _body(asks, sampling, routing is not None), option=orjson.OPT_SERIALIZE_NUMPY
-        )
+        batch = self._batch(_body(asks, sampling, routing is not None))
+        body = orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             status, raw = await self._request("POST", "/generate", body, self._timeout_s)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -97,11 +96,19 @@ class RolloutClient:
             await self.abort(rids)
             raise
         if status == 200:
-            return read_answer(raw, asks, routing)
+            return read_answer(self._replies(raw), asks, routing)
         said = f"HTTP {status}: {raw[:300].decode(errors='replace')}"
         if status in _BUSY or status >= 500:
             return Failure(said, taken=status not in _BUSY)
         return Refusal(said)
+
+    def _batch(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What is sent of a body with lists of sequences, and so on."""
+        return body
+
+    def _replies(self, raw: bytes) -> bytes:
+        """JSON of a list of replies, out of what has come."""
+        return raw
 
     async def abort(self, rids: Sequence[str]) -> None:
         """Frees the server of requests nobody waits for any more, if it still listens."""

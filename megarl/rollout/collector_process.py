@@ -35,6 +35,7 @@ from megarl.rollout.messages import (
 )
 from megarl.rollout.pool import Pool
 from megarl.rollout.process import follow_parent, read_key
+from megarl.rollout.routed import connect as connect_to
 from megarl.rollout.sampler import Rules, Sampled, sample_group
 from megarl.rollout.scoring import Scorer
 from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
@@ -83,7 +84,7 @@ class Work:
         self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
 
         def connect(member: Member) -> RolloutClient:
-            return RolloutClient(member.url, key, settings.request_timeout_s)
+            return connect_to(member, key, settings.request_timeout_s)
 
         self._pool = Pool(connect, self._suspected, settings.max_in_flight)
         self._scoring = ThreadPoolExecutor(1, "scoring")

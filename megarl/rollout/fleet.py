@@ -71,8 +71,11 @@ class Fleet:
         return [member for member in found if member is not None]
 
     def suspect(self, member: Member, reason: str) -> None:
-        for keeper in self._of(member):
-            keeper.suspect(member, reason)
+        """Behind a router it may be any."""
+        routed = self.router is not None and member == self.router.member()
+        for suspected in self.members() if routed else [member]:
+            for keeper in self._of(suspected):
+                keeper.suspect(suspected, reason)
 
     def give_up(self, member: Member, reason: str) -> None:
         for keeper in self._of(member):
@@ -167,7 +170,7 @@ def start_fleet(
     fleet = Fleet(key, care, _keepers(section, care, starter, labels), discovery)
     try:
         fleet.start()
-        fleet.router = _router(starter, max_restarts if care.restart else 0)
+        fleet.router = _router(starter, max_restarts if care.restart else 0, on_death)
         _await_first(fleet, section, run_dir, all_of_them=not care.restart)
     except BaseException:
         fleet.close()
@@ -187,7 +190,7 @@ def _keepers(
     return [ManagedKeeper(f"server {k}", care, starter, i, k) for i, k in enumerate(labels)]
 
 
-def _router(of: Starter, max_restarts: int) -> Router | None:
+def _router(of: Starter, max_restarts: int, report: Callable[[ServerDeath], None]) -> Router | None:
     section = of.section
     if not section.router_command:
         return None
@@ -201,6 +204,7 @@ def _router(of: Starter, max_restarts: int) -> Router | None:
         request_timeout_s=section.request_timeout_s,
         max_restarts=max_restarts,
         say=of.progress,
+        report=report,
     )
 
 

@@ -167,6 +167,9 @@ class NamedKeeper(Keeper):
             features_of(identity.version)
         except ServerError as error:
             return error
+        if identity.ranks not in (None, self._ranks):
+            found = f"found {self._ranks}; accepted: {identity.ranks}, as the server says"
+            return ServerError(f"{self.url}: rollout.server_tp: {found}")
         member = Member(self.name, self.url, boot, self._ranks, identity.version)
         self._admit(member)
         self._care.say(f"{self.name}: {self.url} ({identity.version})")

@@ -34,6 +34,7 @@ class Identity:
     mark: str
     weights: int | None  # version, where it is a number
     progress: str  # another one whenever the server has generated tokens, for a time
+    ranks: int | None = None  # tensor-parallel, where the server says
     waits: bool = False  # for weights, and says so: until then it generates nothing
 
     def same_process(self, later: "Identity") -> bool:
@@ -42,6 +43,10 @@ class Identity:
         if self.mark or later.mark:
             return self.mark == later.mark
         return self.weights is None or later.weights is None or later.weights >= self.weights
+
+
+class _Missing(ServerError):
+    """There is no such endpoint."""
 
 
 class Probe:
@@ -98,17 +103,26 @@ class Probe:
             raise ServerError(f"{self.url}: /generate: no output_ids in {str(reply)[:200]}")
 
     async def _identity(self, timeout_s: float) -> Identity:
-        info = _object(await self._ask("GET", "/server_info", None, timeout_s))
-        model = _object(await self._ask("GET", "/model_info", None, timeout_s))
+        info = await self._told("server_info", timeout_s)
+        model = await self._told("model_info", timeout_s)
+        ranks = info.get("tp_size")
         weights, started = str(model.get("weight_version")), info.get("boot")
         states = info.get("internal_states") or []
         return Identity(
             version=version_of(info),
             mark=json.dumps(started or info.get("startup_time") or "", sort_keys=True).strip('"'),
             weights=int(weights) if weights.isdecimal() else None,
+            ranks=ranks if isinstance(ranks, int) else None,
             waits=bool(info.get("unusable") or info.get("updating")),
             progress=str([info.get("steps"), *(s.get("last_gen_throughput") for s in states)]),
         )
+
+    async def _told(self, what: str, timeout_s: float) -> dict[str, Any]:
+        """Under the name that newer versions have for it, or the older one."""
+        try:
+            return _object(await self._ask("GET", f"/{what}", None, timeout_s))
+        except _Missing:
+            return _object(await self._ask("GET", f"/get_{what}", None, timeout_s))
 
     async def _abort(self, rid: str) -> None:
         try:
@@ -134,7 +148,8 @@ class Probe:
             reason = str(error) or type(error).__name__
             raise ServerError(f"{self.url}: {path}: {reason}") from error
         if response.status != 200:
-            raise ServerError(f"{self.url}: {path}: HTTP {response.status} {text[:300]}".rstrip())
+            kind = _Missing if response.status == 404 else ServerError
+            raise kind(f"{self.url}: {path}: HTTP {response.status} {text[:300]}".rstrip())
         return text
 
 

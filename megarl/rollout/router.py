@@ -18,8 +18,8 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ from megarl.errors import ServerError
 from megarl.rollout import router_start
 from megarl.rollout.control import new_session
 from megarl.rollout.managed import ManagedServer, spawn
+from megarl.rollout.routed import ROUTER
 from megarl.rollout.starter import free_port
+from megarl.rollout.watching import ServerDeath
 from megarl.rundir import RunDir
 from megarl.types import Member
 
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 
 NAME = "router"
 _CALL_S = 10.0
+_TAKE_S = 30.0  # a worker that answers is taken in a second
 _POLL_S = 0.1
 _OPTIONS = (
     *("--disable-retries", "--disable-circuit-breaker", "--disable-health-check"),
@@ -47,7 +50,7 @@ _OPTIONS = (
 
 
 class Router:
-    """One router process and the workers it has. Not for several threads at once."""
+    """One router process and the workers it has. Safe to call from any thread."""
 
     def __init__(
         self,
@@ -61,67 +64,89 @@ class Router:
         request_timeout_s: float,
         max_restarts: int = 0,
         say: Callable[[str], None] = lambda text: None,
+        report: Callable[[ServerDeath], None] = lambda death: None,
     ) -> None:
         """``command``: PROGRAM -m MODULE..., ``rollout.router_command``. ``timeout_s``: until it
-        answers, or has taken a worker. Raises ServerError.
+        answers. ``report``: that it has died for good. Raises ServerError when it does not start.
         """
         self._command, self._run_dir, self._host = tuple(command), run_dir, host
         self._key, self._key_file = key, key_file
         self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
-        self._restarts_left, self._say = max_restarts, say
+        self._restarts_left, self._say, self._report = max_restarts, say, report
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._server, self._member = self._start()
+        self._closed, self._lock = False, threading.RLock()
+        self._wanted: set[str] = set()
+        self._port, self._metrics_port = free_port(host), free_port(host)
+        self.url = f"http://{host}:{self._port}"
+        self._start("start")
 
     def member(self) -> Member:
-        """Whom collectors ask instead of the servers. Another boot after a restart."""
-        return self._member
+        """Whom collectors ask instead of the servers, for good."""
+        return Member(NAME, self.url, NAME, version=f"{ROUTER} 0.3.2")
 
     def serve(self, members: Sequence[Member]) -> None:
-        """These servers, and no others, are asked from now on. A router that has died is started
-        again first, as often as it may be. Raises ServerError.
-        """
-        if not self._server.running:
-            cause = self._server.cause()
-            if not self._restarts_left:
-                raise ServerError(f"{NAME} died: {cause}")
-            self._restarts_left -= 1
-            log.error("%s died: %s; started again, %d left", NAME, cause, self._restarts_left)
-            self._server, self._member = self._start()
-        asyncio.run(self._serve({member.url for member in members}))
+        """These servers, and no others, are asked from now on."""
+        with self._lock:
+            self._wanted = {member.url for member in members}
+            if self._server.running:
+                asyncio.run(self._serve(self._wanted))
 
     def close(self) -> None:
+        self._closed = True
         self._server.stop()
 
-    def _start(self) -> tuple[ManagedServer, Member]:
-        port, metrics_port = free_port(self._host), free_port(self._host)
+    def _start(self, mark: str) -> None:
         program, *rest = self._command
         command = [
             *(sys.executable, "-m", "megarl.rollout.guard", str(os.getpid()), str(self._key_file)),
             *(program, router_start.__file__, str(self._key_file), *rest),
-            *("--host", self._host, "--port", str(port)),
-            *("--prometheus-host", self._host, "--prometheus-port", str(metrics_port)),
+            *("--host", self._host, "--port", str(self._port)),
+            *("--prometheus-host", self._host, "--prometheus-port", str(self._metrics_port)),
             *("--request-timeout-secs", str(int(self._request_timeout_s) + 1)),
             *_OPTIONS,
         ]
-        server = spawn(NAME, command, self._run_dir.logs / f"{NAME}.log", self._key, "start")
-        server.watch(lambda: None)
-        url = f"http://{self._host}:{port}"
+        server = spawn(NAME, command, self._run_dir.logs / f"{NAME}.log", self._key, mark)
+        self._server, ready = server, threading.Event()
+        server.watch(lambda: self._ended(server) if ready.is_set() else None)
         deadline = time.monotonic() + self._timeout_s
-        while not asyncio.run(self._answers(url)):
+        while not asyncio.run(self._answers()):
             late = time.monotonic() > deadline
-            if late or not server.running:
+            if late or not server.running or self._closed:
                 why = f"was not ready within {self._timeout_s:g} s" if late else "did not start"
                 words = server.last_words() if server.running else server.cause()
                 server.signal_group(signal.SIGKILL)
                 raise ServerError(f"{NAME} {why} (rollout.router_command): {words}")
             server.wait(_POLL_S)
-        self._say(f"{NAME}: {url}, log {server.log_file}")
-        return server, Member(NAME, url, uuid.uuid4().hex[:12], version="sglang-router")
+        ready.set()
+        if self._wanted:
+            asyncio.run(self._serve(self._wanted))
+        self._say(f"{NAME}: {self.url}, log {server.log_file}")
+
+    def _ended(self, server: ManagedServer) -> None:
+        """In the watcher's thread: another one in its place, with the same workers."""
+        with self._lock:
+            if self._closed:
+                return
+            cause = server.cause()
+            if self._restarts_left:
+                self._restarts_left -= 1
+                log.error("%s died: %s; started again, %d left", NAME, cause, self._restarts_left)
+                try:
+                    self._start("restart")
+                    return
+                except ServerError as error:
+                    cause = str(error)
+        if not self._closed:
+            log.error("%s died: %s; not started again", NAME, cause)
+            self._report(ServerDeath(NAME, cause))
 
     async def _serve(self, wanted: set[str]) -> None:
-        url = self._member.url
+        """As far as it can be done: a worker that does not answer is the fleet's to find, and a
+        router that has died is told anew.
+        """
+        url = self.url
         try:
-            async with asyncio.timeout(self._timeout_s), new_session(self._headers) as session:
+            async with asyncio.timeout(_TAKE_S), new_session(self._headers) as session:
                 there = await self._workers(session, url)
                 for gone in there.keys() - wanted:
                     await self._call(session, "DELETE", f"{url}/workers/{there[gone]}")
@@ -130,13 +155,10 @@ class Router:
                     await self._call(session, "POST", f"{url}/workers", body)
                 while (await self._workers(session, url)).keys() != wanted:  # it takes its time
                     await asyncio.sleep(_POLL_S)
-        except TimeoutError as error:
-            raise ServerError(
-                f"{NAME}: has not taken {sorted(wanted)} for its workers within "
-                f"{self._timeout_s:g} s; {self._server.last_words()}"
-            ) from error
-        except aiohttp.ClientError as error:
-            raise ServerError(f"{NAME}: {error or type(error).__name__}") from error
+        except TimeoutError:
+            log.warning("%s: has not taken %s within %g s", NAME, sorted(wanted), _TAKE_S)
+        except (aiohttp.ClientError, OSError, ServerError) as error:
+            log.warning("%s: %s", NAME, error or type(error).__name__)
 
     async def _workers(self, session: aiohttp.ClientSession, url: str) -> dict[str, str]:
         """Ids by URL, of those that can be asked."""
@@ -157,9 +179,10 @@ class Router:
                 raise ServerError(f"{NAME}: {method} {url}: HTTP {response.status} {text[:200]}")
             return await response.json(content_type=None)
 
-    async def _answers(self, url: str) -> bool:
+    async def _answers(self) -> bool:
         try:
             async with new_session(self._headers) as session:
-                return bool(await self._workers(session, url) is not None)
+                await self._workers(session, self.url)
+                return True
         except (ServerError, aiohttp.ClientError, TimeoutError):
             return False

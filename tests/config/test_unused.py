@@ -157,7 +157,8 @@ def words(source: str) -> tuple[set[str], set[str]]:
     """(attributes, names) that a file mentions."""
     nodes = list(ast.walk(ast.parse(source)))
     attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
-    return attributes, {n.id for n in nodes if isinstance(n, ast.Name)}
+    classes = {n.name for n in nodes if isinstance(n, ast.ClassDef)}  # its own properties read
+    return attributes, classes | {n.id for n in nodes if isinstance(n, ast.Name)}
 
 
 Words = tuple[set[str], set[str]]

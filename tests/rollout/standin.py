@@ -6,9 +6,12 @@ folder of the program:
 * `hang`: while it exists nothing that takes work is answered; `/health` is.
 * `busy`: while it exists `/server_info` tells of steps that are computed.
 * `hang_generate`: `/generate` is not, everything else is.
+* `old`: what others call `/server_info` and `/model_info` is `/get_server_info` and so on.
+* `paused`: likewise `hang`, until `/continue_generation`, which removes it.
 * `refuse`: `/health_generate` says 503.
 * `fail`: a new process ends at once with exit code 7.
 * `info.json`: what `/server_info` says; `argv.json` is written: what it was started with.
+* `gone`: paths of requests that were given up before they were answered.
 * `calls`: every request, a line each: its port, method, path and body.
 
 As SGLang does, it asks for its key except at `/health`.
@@ -17,6 +20,8 @@ As SGLang does, it asks for its key except at `/health`.
 import http.server
 import json
 import os
+import select
+import socket
 import sys
 import time
 from pathlib import Path
@@ -43,12 +48,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path != "/health" and self.headers["Authorization"] != f"Bearer {self.key}":
             return self.say(401, {})
         work = self.path in WORK
-        while (work and (HERE / "hang").exists()) or (
+        if self.path == "/continue_generation":
+            (HERE / "paused").unlink(missing_ok=True)
+        stops = [HERE / "hang", HERE / "paused"]
+        while (work and any(stop.exists() for stop in stops)) or (
             self.path == "/generate" and (HERE / "hang_generate").exists()
         ):
             time.sleep(0.02)
+            if self.hung_up():
+                with (HERE / "gone").open("a") as gone:
+                    gone.write(f"{self.path}\n")
+                return None
         if work and (HERE / "refuse").exists():
             return self.say(503, {"error": "not now"})
+        if self.path in ("/server_info", "/model_info") and (HERE / "old").exists():
+            return self.say(404, {})
         info = HERE / "info.json"
         self.say(
             200,
@@ -61,6 +75,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 **(json.loads(info.read_text()) if info.exists() else {}),
             },
         )
+
+    def hung_up(self) -> bool:
+        """Whether the caller has closed the connection."""
+        ready, _, _ = select.select([self.connection], [], [], 0)
+        return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def say(self, status: int, body: object) -> None:
         try:

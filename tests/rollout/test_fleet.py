@@ -16,6 +16,7 @@ import pytest
 
 from megarl import __version__
 from megarl.errors import ConfigError, ServerError
+from megarl.rollout import starter
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rollout.managed import ManagedServer
 from megarl.rollout.process import lives, read_or_make_key
@@ -141,7 +142,11 @@ def test_a_port_that_is_taken_is_named(model_a: Path, tmp_path: Path) -> None:
     assert "in use" in str(caught.value)
 
 
-def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path: Path) -> None:
+def test_a_server_that_is_never_ready_is_ended_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "_PROGRESS_S", 0.1)
+    words: list[str] = []
     start = time.monotonic()
     with pytest.raises(ServerError, match=r"not ready within 1 s \(rollout.start_timeout_s\)"):
         start_fleet(
@@ -150,8 +155,13 @@ def test_a_server_that_is_never_ready_is_ended_at_the_deadline(tmp_path: Path) -
             model=tmp_path,
             dtype="fp32",
             on_death=Deaths(),
-            embedded_command=(sys.executable, "-c", "import time; time.sleep(300)"),
+            embedded_command=(
+                *(sys.executable, "-c"),
+                "import time; print('loading layer 3', flush=True); time.sleep(300)",
+            ),
+            progress=words.append,
         )
+    assert any("server 0: starting, " in w and w.endswith("loading layer 3") for w in words), words
     assert time.monotonic() - start < 5
 
 
@@ -272,6 +282,33 @@ def test_a_server_is_told_to_keep_routed_experts_where_they_are_replayed(
     with pytest.raises(ServerError):
         start_fleet(section, **given, on_death=Deaths(), routing=routing)
     assert ("--enable-return-routed-experts" in said.read_text().split()) is routing
+
+
+@pytest.mark.parametrize(
+    "sizes, flags",
+    [
+        ({}, {"--tp-size": "1"}),
+        ({"server_tp": 4}, {"--tp-size": "4"}),
+        (
+            {"server_tp": 4, "server_ep": 2, "server_dp": 2},
+            {"--tp-size": "4", "--ep-size": "2", "--dp-size": "2", "--enable-dp-attention": ""},
+        ),
+    ],
+)
+def test_the_sizes_of_a_server_reach_sglang(
+    tmp_path: Path, sizes: dict[str, int], flags: dict[str, str]
+) -> None:
+    said = tmp_path / "arguments"
+    program = f"import sys; open({str(said)!r}, 'w').write(' '.join(sys.argv)); sys.exit(3)"
+    command = (sys.executable, "-c", program)
+    section = server_section(engine="sglang", server_command=command, **sizes)
+    given = {"run_dir": RunDir(tmp_path), "model": tmp_path, "dtype": "fp32"}
+    with pytest.raises(ServerError):
+        start_fleet(section, **given, on_death=Deaths())
+    words = f"{said.read_text()} "
+    for flag in ("--tp-size", "--ep-size", "--dp-size", "--enable-dp-attention"):
+        assert (f" {flag} " in words) == (flag in flags)
+        assert f" {flag} {flags.get(flag, '')}".rstrip() + " " in words or flag not in flags
 
 
 @pytest.mark.parametrize("argument", ["--api-key=x", "--config", "--port"])

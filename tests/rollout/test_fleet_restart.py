@@ -41,7 +41,7 @@ def test_several_servers_are_started_and_one_that_dies_is_started_again(site: Si
         assert site.deaths == [] and fleet.trouble() is None
 
 
-@pytest.mark.parametrize("how", ["hang", "refuse", "SIGSTOP"])
+@pytest.mark.parametrize("how", ["hang", pytest.param("refuse", marks=pytest.mark.slow), "SIGSTOP"])
 def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
     site: Site, how: str
 ) -> None:
@@ -98,6 +98,7 @@ def test_under_stop_a_hung_server_is_ended_and_reported(site: Site) -> None:
         assert len(site.deaths) == 1 and fleet.events == {"hung": 1}
 
 
+@pytest.mark.slow  # test_fleet_found.py has it for discovered servers
 def test_nobody_is_probed_inside_a_hold(site: Site) -> None:
     with site.fleet(probe_timeout_s=0.7) as fleet:
         members = fleet.members()

@@ -1,5 +1,6 @@
 """The real sglang-router in front of servers of ours: who is asked, and what passes."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,11 +17,15 @@ import psutil
 import pytest
 
 from megarl.errors import ServerError
+from megarl.rollout.client import Failure
 from megarl.rollout.process import read_or_make_key
+from megarl.rollout.replies import Ask
+from megarl.rollout.routed import connect
 from megarl.rollout.router import Router
 from megarl.rollout.starter import free_port
+from megarl.rollout.watching import ServerDeath
 from megarl.rundir import RunDir
-from megarl.types import Member
+from megarl.types import Member, Sampling
 from tests.sglang.server import VENV, require_sglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
@@ -38,6 +43,8 @@ class Site:
         self.program.write_text(PROGRAM.read_text())
         (folder / "keys.yaml").write_text(json.dumps({"api-key": self.key}))
         self.words: list[str] = []
+        self.deaths: list[ServerDeath] = []
+        (folder / "gone").write_text("")
         self.workers = [self._worker(i) for i in range(2)]
         self.router = self.start("--policy", "round_robin")
 
@@ -52,6 +59,7 @@ class Site:
             request_timeout_s=30.0,
             max_restarts=restarts,
             say=self.words.append,
+            report=self.deaths.append,
         )
 
     def _worker(self, index: int) -> Member:
@@ -79,6 +87,22 @@ class Site:
         prompt = list(range(first, first + 40))  # nothing in common with another
         body = {"rid": "r1", "input_ids": prompt, "sampling_params": sampling}
         return self.post("/generate", {**body, "return_logprob": True, **fields})
+
+    def asks(self, first: int) -> int:
+        try:
+            return self.generate(first)[0]
+        except OSError:
+            return 0
+
+    def say_completion(self) -> None:
+        meta = {
+            "id": "r1",
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-0.5, 5, None], [-0.25, 6, None]],
+            "weight_version": "0",
+        }
+        told = {"output_ids": [5, 6], "meta_info": meta}
+        (self.program.parent / "info.json").write_text(json.dumps(told))
 
     def asked(self) -> list[tuple[int, dict[str, Any]]]:
         """(port, body) of every /generate that reached a worker."""
@@ -151,16 +175,53 @@ def test_the_key_guards_the_router_and_shows_nowhere(site: Site) -> None:
 def test_a_router_that_dies_is_started_again_with_its_workers(site: Site) -> None:
     router, before = site.router, site.router.member()
     router.serve(site.workers)
+    first = router_process(router).pid
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while len(site.words) < 2:  # started again, by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert site.asks(0) == 200  # at the same address
+    assert router.member() == before and router_process(router).pid != first
+    assert site.deaths == []
     os.kill(router_process(router).pid, signal.SIGKILL)
-    router._server.wait(5.0)
-    router.serve(site.workers)
-    assert router.member().boot != before.boot and site.generate(0)[0] == 200
-    os.kill(router_process(router).pid, signal.SIGKILL)
-    router._server.wait(5.0)
-    with pytest.raises(ServerError, match="router died: signal SIGKILL"):
-        router.serve(site.workers)
+    while not site.deaths:  # its one restart is used up
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "router died: signal SIGKILL" in str(site.deaths[0])
 
 
+def test_a_group_goes_through_the_router_as_requests_of_its_own(site: Site) -> None:
+    site.router.serve(site.workers)
+    site.say_completion()
+    asks = [Ask(f"r{i}", [3, 4, i], 2, seed=7 + i) for i in range(3)]
+
+    async def ask(timeout_s: float) -> Any:
+        client = connect(site.router.member(), site.key, timeout_s)
+        try:
+            return await client.generate(asks, Sampling(0.5, 2))
+        finally:
+            await client.close()
+
+    answer = asyncio.run(ask(20.0))
+    # The program answers every request as one of r1.
+    assert [part is not None for part in answer.parts] == [False, True, False], answer
+    assert answer.parts[1].token_ids.tolist() == [5, 6] and "r0" in answer.wrong
+    sent = [body for _, body in site.asked()]
+    assert sorted(body["rid"] for body in sent) == ["r0", "r1", "r2"]
+    assert {body["sampling_params"]["sampling_seed"] for body in sent} == {7, 8, 9}
+
+    # A request that is given up ends at the server, whose connection the router closes.
+    (site.program.parent / "hang_generate").write_text("")
+    failed = asyncio.run(ask(1.0))
+    assert isinstance(failed, Failure) and failed.taken
+    deadline = time.monotonic() + 20
+    while (site.program.parent / "gone").read_text().count("/generate") < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 def test_a_router_that_does_not_start_says_why(site: Site) -> None:
     start = time.monotonic()
     with pytest.raises(
