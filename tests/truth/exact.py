@@ -78,11 +78,12 @@ def interrupt(server: Address) -> None:
 
 def run(
     collector: Collector, proxy: Proxy, server: Address, *, limit: int, after_s: float = 0.02
-) -> Counter[str]:
+) -> tuple[Counter[str], list[Sample]]:
     """Rounds of all prompts, each interrupted soon after it was asked for, until some sample was
-    stopped half-way; what ``check`` counts.
+    stopped half-way. What ``check`` counts, and the last round's samples.
     """
     counts: Counter[str] = Counter()
+    outcomes: list[GroupOutcome] = []
     for number in range(10):
         asked = requests(number, limit)
         proxy.asked.clear()
@@ -91,7 +92,7 @@ def run(
             assert proxy.asked.wait(60)
             time.sleep(after_s)
             interrupt(server)
-        outcomes: list[GroupOutcome] = []
+        outcomes = []
         while len(outcomes) < len(asked):
             collector.wait(1, 60.0)
             outcomes += collector.take()
@@ -99,7 +100,7 @@ def run(
         counts += check(outcomes, asked, proxy)
         if counts["continued"]:
             break
-    return counts
+    return counts, [sample for outcome in outcomes for sample in outcome.samples]
 
 
 def check(
