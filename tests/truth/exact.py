@@ -14,7 +14,7 @@ import orjson
 from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.types import GroupOutcome, GroupRequest, Member, Prompt, Sample, Sampling
 from tests.truth.proxy import Proxy
-from tests.truth.served import PROMPTS, Address
+from tests.truth.served import PROMPTS, Address, routing_of
 
 EOS, GROUP = 1, 6
 NEUTRAL = {
@@ -29,8 +29,10 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def collecting(proxy: Proxy, key: str, tokenizer: Path, folder: Path) -> Iterator[Collector]:
-    """From the server behind the proxy."""
+def collecting(
+    proxy: Proxy, key: str, model: Path, tokenizer: Path, folder: Path
+) -> Iterator[Collector]:
+    """From the server behind the proxy, with routed experts."""
     (folder / "key").write_text(f"{key}\n")
     (folder / "key").chmod(0o600)
     collector = Collector(
@@ -40,6 +42,7 @@ def collecting(proxy: Proxy, key: str, tokenizer: Path, folder: Path) -> Iterato
             reward="import:tests.rollout.rewards:as_told",
             key_file=folder / "key",
             log_file=folder / "collector_0.log",
+            routing=routing_of(model),
         )
     )
     try:
@@ -142,6 +145,8 @@ def _check_sample(
     finish, continued = "abort", False
     for ids, given, reply in parts:
         assert finish == "abort", "it was whole and is asked for again"
+        if len(tokens) == limit and ids == prompt:
+            tokens, logprobs = [], []  # the experts of its last tokens will never be known
         assert ids == prompt + tokens
         assert given["max_new_tokens"] == limit - len(tokens) > 0
         assert given["ignore_eos"] is False
