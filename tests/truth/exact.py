@@ -14,7 +14,7 @@ import orjson
 from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.types import GroupOutcome, GroupRequest, Member, Prompt, Sample, Sampling
 from tests.truth.proxy import Proxy
-from tests.truth.served import PROMPTS, Address
+from tests.truth.served import PROMPTS, Address, routing_of
 
 EOS, GROUP = 1, 6
 NEUTRAL = {
@@ -29,8 +29,10 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @contextmanager
-def collecting(proxy: Proxy, key: str, tokenizer: Path, folder: Path) -> Iterator[Collector]:
-    """From the server behind the proxy."""
+def collecting(
+    proxy: Proxy, key: str, model: Path, tokenizer: Path, folder: Path
+) -> Iterator[Collector]:
+    """From the server behind the proxy, with routed experts."""
     (folder / "key").write_text(f"{key}\n")
     (folder / "key").chmod(0o600)
     collector = Collector(
@@ -40,6 +42,7 @@ def collecting(proxy: Proxy, key: str, tokenizer: Path, folder: Path) -> Iterato
             reward="import:tests.rollout.rewards:as_told",
             key_file=folder / "key",
             log_file=folder / "collector_0.log",
+            routing=routing_of(model),
         )
     )
     try:
@@ -78,11 +81,12 @@ def interrupt(server: Address) -> None:
 
 def run(
     collector: Collector, proxy: Proxy, server: Address, *, limit: int, after_s: float = 0.02
-) -> Counter[str]:
+) -> tuple[Counter[str], list[Sample]]:
     """Rounds of all prompts, each interrupted soon after it was asked for, until some sample was
-    stopped half-way; what ``check`` counts.
+    stopped half-way. What ``check`` counts, and the last round's samples.
     """
     counts: Counter[str] = Counter()
+    outcomes: list[GroupOutcome] = []
     for number in range(10):
         asked = requests(number, limit)
         proxy.asked.clear()
@@ -91,7 +95,7 @@ def run(
             assert proxy.asked.wait(60)
             time.sleep(after_s)
             interrupt(server)
-        outcomes: list[GroupOutcome] = []
+        outcomes = []
         while len(outcomes) < len(asked):
             collector.wait(1, 60.0)
             outcomes += collector.take()
@@ -99,7 +103,7 @@ def run(
         counts += check(outcomes, asked, proxy)
         if counts["continued"]:
             break
-    return counts
+    return counts, [sample for outcome in outcomes for sample in outcome.samples]
 
 
 def check(
@@ -141,6 +145,8 @@ def _check_sample(
     finish, continued = "abort", False
     for ids, given, reply in parts:
         assert finish == "abort", "it was whole and is asked for again"
+        if len(tokens) == limit and ids == prompt:
+            tokens, logprobs = [], []  # the experts of its last tokens will never be known
         assert ids == prompt + tokens
         assert given["max_new_tokens"] == limit - len(tokens) > 0
         assert given["ignore_eos"] is False

@@ -43,14 +43,18 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     return found
 
 
+Apart = Callable[[int, float], dict[Case, Any]]
+
+
 @pytest.fixture(scope="module")
-def apart(told: Told, pool: WorkerPool) -> Callable[[int], dict[Case, Any]]:
-    """Of an actor with so many tensor-parallel ranks: differences of every case."""
+def apart(told: Told, pool: WorkerPool) -> Apart:
+    """Of an actor with so many tensor-parallel ranks, and at a temperature: differences by case."""
 
     @cache
-    def of(tp: int) -> dict[Case, Any]:
-        questions = [question(told, case) for case in CASES]
-        return dict(zip(CASES, differences(pool, questions, tp), strict=True))
+    def of(tp: int, temperature: float) -> dict[Case, Any]:
+        cases = [case for case in CASES if case[2] == temperature]
+        questions = [question(told, case) for case in cases]
+        return dict(zip(cases, differences(pool, questions, tp), strict=True))
 
     return of
 
@@ -61,19 +65,22 @@ def question(told: Told, case: Case, weights: Path | None = None) -> Question:
     return Question(weights or folder, said, dtype, temperature, replay)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_log_probs_are_the_actors(
-    told: Told, apart: Callable[[int], dict[Case, Any]], case: Case, tp: int
-) -> None:
-    check(apart(tp)[case], kind_of(question(told, case)))
+SLOW = [pytest.param(case, 2, marks=pytest.mark.slow) for case in CASES if case[2] != 1.0]
+
+
+@pytest.mark.parametrize(
+    "case, tp",
+    [*((case, 1) for case in CASES), *((case, 2) for case in CASES if case[2] == 1.0), *SLOW],
+    ids=str,
+)
+def test_log_probs_are_the_actors(told: Told, apart: Apart, case: Case, tp: int) -> None:
+    check(apart(tp, case[2])[case], kind_of(question(told, case)))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_in_bf16_replayed_routing_brings_them_nearer(
-    told: Told, apart: Callable[[int], dict[Case, Any]], temperature: float
-) -> None:
-    own, replayed = (apart(1)["routed", "bf16", temperature, replay] for replay in (False, True))
+def test_in_bf16_replayed_routing_brings_them_nearer(apart: Apart, temperature: float) -> None:
+    found = apart(1, temperature)
+    own, replayed = (found["routed", "bf16", temperature, replay] for replay in (False, True))
     assert np.abs(own).max() > 2 * np.abs(replayed).max()
     assert np.square(own).mean() > 1.5 * np.square(replayed).mean()
 

@@ -82,5 +82,5 @@ def check(found: Any, kind: str) -> None:
     tolerance = TOLERANCES[kind]
     largest, mean = np.abs(found).max(), np.abs(found).mean()
     print(f"{kind}: largest {largest:.2g}, mean {mean:.2g} of {len(found)} tokens")
-    assert largest < tolerance.largest, (kind, largest)
-    assert mean < tolerance.mean, (kind, mean)
+    assert largest < tolerance.largest, (kind, largest, tolerance)
+    assert mean < tolerance.mean, (kind, mean, tolerance)
