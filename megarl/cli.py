@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megarl.cli_arguments import Arguments, load
+from megarl.cli_servers import app as servers_app
+
 if TYPE_CHECKING:
     from megarl.config.schema import Config
     from megarl.monitor.samples import SampleText
@@ -24,15 +27,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at and check settings.")
 app.add_typer(config_app, name="config")
+app.add_typer(servers_app)
 
-Arguments = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="FILES... [KEY=VALUE...]",
-        help="YAML files, merged left to right, then overrides such as optim.lr=1e-5.",
-        show_default=False,
-    ),
-]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -57,7 +53,7 @@ def config_show(
 
     from megarl.config.load import dump_given, dump_resolved
 
-    config = _load(arguments)
+    config = load(arguments)
     # Both forms name every setting once; YAML keeps the order of the schema.
     text = (
         dump_given(config)
@@ -97,7 +93,7 @@ def config_check(
     from megarl.installed import installed
     from megarl.models.spec import FAMILIES, REFUSED
 
-    config = _load(arguments)
+    config = load(arguments)
     hf_config = read_hf_config(config.model.hf)
     validate(
         config,
@@ -125,47 +121,6 @@ def config_docs() -> None:
     from megarl.config.docs import configuration_markdown
 
     typer.echo(configuration_markdown(), nl=False)
-
-
-@app.command()
-def serve(
-    model: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
-    host: Annotated[str, typer.Option(help="Interface to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any free one.")] = 0,
-    key_file: Annotated[
-        Path | None, typer.Option(help="File with the key of every request; made if missing.")
-    ] = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="Written once requests are taken: url, pid, host.")
-    ] = None,
-    max_running: Annotated[int, typer.Option(help="Sequences decoded together.")] = 256,
-    context_length: Annotated[int, typer.Option(help="Tokens of the longest sequence.")] = 64,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
-    fixed_shape: Annotated[
-        bool, typer.Option(help="Always compute full batches: bits do not depend on neighbours.")
-    ] = True,
-    fp8: Annotated[
-        str, typer.Option(help="Compute as with FP8 weights, scales f32 or power_of_two.")
-    ] = "none",
-    parent_pid: Annotated[int | None, typer.Option(help="End when this process has ended.")] = None,
-) -> None:
-    """Serve a model with the embedded server: SGLang's HTTP protocol on transformers."""
-    from megarl.serve import main as serve_main
-
-    status: int = serve_main(
-        model=model,
-        host=host,
-        port=port,
-        key_file=key_file,
-        ready_file=ready_file,
-        max_running=max_running,
-        context_length=context_length,
-        dtype=dtype,
-        fixed_shape=fixed_shape,
-        fp8=fp8,
-        parent_pid=parent_pid,
-    )
-    raise typer.Exit(status)
 
 
 @app.command()
@@ -301,12 +256,6 @@ def plan(
             json_file.write_text(text + "\n")
     if not planned.fits:
         raise typer.Exit(1)
-
-
-def _load(arguments: list[str]) -> "Config":
-    from megarl.config.load import load_config, split_arguments
-
-    return load_config(*split_arguments(arguments))
 
 
 def _check_model(config: "Config") -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl.config.evaluation import EvalSet
 from megarl.config.schema import Config
 from megarl.hostcomm import agree
-from megarl.rollout.collect import RolloutCollector
-from megarl.types import Prompt, StepMetrics
+from megarl.protocols import Collector
+from megarl.types import Prompt, Sampling, StepMetrics
 
 
 class Evaluations:
@@ -28,7 +29,7 @@ class Evaluations:
         self.heldout = load(heldout) if heldout is not None else []
         self.sets = [(chosen, load(chosen.prompts)) for chosen in config.eval.sets]
 
-    def run(self, collector: RolloutCollector | None, step: int) -> StepMetrics:
+    def run(self, collector: Collector | None, step: int) -> StepMetrics:
         """Of the evaluations that are due after ``step``, on rank 0. Collective."""
         every = self.config.eval.every
         heldout = self.heldout if self._due(every, step) else []
@@ -41,14 +42,13 @@ class Evaluations:
             try:
                 longest = self.config.eval.max_new_tokens
                 if heldout:
-                    metrics += collector.evaluate(heldout, longest)
+                    metrics += collector.evaluate(heldout, Sampling(0.0, longest), area="eval")
                 for chosen, prompts in due:
                     metrics += collector.evaluate(
                         prompts,
-                        chosen.max_new_tokens or longest,
+                        _sampling(chosen, longest),
                         area=f"eval/{chosen.name}",
                         samples_per_prompt=chosen.samples_per_prompt,
-                        temperature=chosen.temperature,
                         pass_at=chosen.pass_at,
                     )
             except Exception as e:
@@ -58,3 +58,13 @@ class Evaluations:
 
     def _due(self, every: int, step: int) -> bool:
         return bool(every) and (step % every == 0 or step == self.config.run.steps)
+
+
+def _sampling(chosen: EvalSet, longest: int) -> Sampling:
+    return Sampling(
+        temperature=chosen.temperature,
+        max_new_tokens=chosen.max_new_tokens or longest,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k or -1,
+        min_p=chosen.min_p,
+    )

@@ -29,6 +29,7 @@ from megarl.algos.value import value_metrics
 from megarl.algos.weighting import TokenWeights, weigh
 from megarl.config.algo import AlgoSection
 from megarl.config.schema import Config
+from megarl.drift import server_metrics
 from megarl.mesh import Mesh
 from megarl.planning import build_plan, plan_steps, split_by_group, trained_samples
 from megarl.types import (
@@ -110,7 +111,9 @@ def complete_plan(
         )
         metrics += _advantage_metrics(outcomes, rows, ranks.share)
         metrics += value_metrics(rows, ranks.share) if algo.needs_values else []
-        metrics += _mismatch(rows, ranks.share) if algo.old_logprobs == "recompute" else []
+        if algo.old_logprobs == "recompute":
+            metrics += _mismatch(rows, ranks.share)
+            metrics += server_metrics(rows, samples, ranks.share)
     trained = trained_samples(samples, algo)
     for part, here in zip(split_by_group(samples, algo.minibatches), plan.steps, strict=True):
         metrics += _complete_step(part, here if ranks.holds else [], trained, algo, ranks.share)

@@ -24,7 +24,7 @@ from functools import partial
 
 from megarl.actor.residence import WEIGHTS
 from megarl.actor.state import parameter_bytes, save_trained, weight_bytes
-from megarl.checkpoint.manager import CRITIC_MODEL, MODEL, REFERENCE, WriteParts
+from megarl.checkpoint.manager import CRITIC_MODEL, MODEL, REFERENCE, SAMPLES, WriteParts
 from megarl.config.schema import Config
 from megarl.data.exchange import Collected, Delivery
 from megarl.experience import complete_plan, moving_reference
@@ -75,6 +75,8 @@ def _steps(parts: Parts, step: int) -> None:
             saved = step
     if saved != step:
         save(parts, step)
+    if step == config.run.steps:
+        parts.source.finish(step)
     stop.where = "end"
     _account_for_ops(parts)
     parts.reporter.finish(step)
@@ -163,6 +165,7 @@ def save(parts: Parts, step: int) -> None:
     if parts.saves_reference:
         write[REFERENCE] = actor.save_reference
         num_bytes += weight_bytes(actor)
+    write[SAMPLES] = partial(parts.source.write, step=step)
     models = {MODEL: actor.spec.as_json()}
     if parts.critic is not None:
         models[CRITIC_MODEL] = parts.critic.spec.as_json()

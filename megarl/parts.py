@@ -4,6 +4,7 @@ brought to the step that it goes on from.
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from megarl.checkpoint.manager import (
     MEGATRON,
     MODEL,
     REFERENCE,
+    SAMPLES,
     CheckpointManager,
 )
 from megarl.checkpoint.models import (
@@ -45,12 +47,20 @@ from megarl.models.spec import ModelSpec, read_spec
 from megarl.monitor.reporter import Reporter
 from megarl.monitor.timing import PhaseTimer
 from megarl.operators import agreed_backends, check_kernels, describe
+from megarl.rollout_source import RolloutSource
 from megarl.rundir import RunDir
-from megarl.sources import SOURCES, Source, Surroundings
+from megarl.sources import DemonstrationSource, RecordedSource, Source, Surroundings
 from megarl.stopping import StopRequest
 from megarl.types import Job
 
 log = logging.getLogger(__name__)
+
+
+SOURCES: dict[str, Callable[[Surroundings], Source]] = {  # by run.mode
+    "rl": RolloutSource,
+    "sft": DemonstrationSource,
+    "train_only": RecordedSource,
+}
 
 
 @dataclass
@@ -129,7 +139,7 @@ def build(
     stack.callback(source.close)
     controllers = Controllers.of(config.algo)
     if loop_state is not None:
-        source.load_state(loop_state["source"])
+        source.load_state(loop_state["source"], folder / SAMPLES, step)
         controllers.load_state(loop_state.get("controllers", {}))  # older ones have none
     parts = Parts(
         *(config, rundir, parallel, actor, critic, source, checkpoints, reporter),

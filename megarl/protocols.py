@@ -109,8 +109,11 @@ class Critic(Protocol):
 
 class Collector(Protocol):
     """Samples groups of a node's share in a process of its own, in the background. Calls return at
-    once unless they say otherwise. One caller.
+    once unless they say otherwise. One caller. ``reward_names``: of the components of samples'
+    rewards; empty as long as no response has been scored.
     """
+
+    reward_names: tuple[str, ...]
 
     def serve_from(self, members: Sequence[Member]) -> None:
         """The servers that may be asked from now on. What others have is withdrawn from them and

@@ -5,16 +5,17 @@
     config.yaml               the settings as given, loadable again
     config.resolved.json      every setting
     run.lock                  held (flock) by rank 0 while the run lives
-    logs/                     rank_N.log, server_K.log, torchrun_LAUNCH_NODE.log
+    logs/                     rank_N.log, collector_N.log, server_K.log, torchrun_LAUNCH_NODE.log
     errors/LAUNCH/            rank_N.json: first error of a rank in one start of the run
     metrics.jsonl             a line a step; tensorboard/ the same, report.html drawn from it
     ops.json                  which ops ran compiled, and how often each was called
     fp8.json                  which matrix products are in FP8 (with precision.fp8)
     samples/step_N.jsonl      samples for people
+    books.jsonl               every group of samples, from its issue to its end
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
     checkpoints/step_N/
-    server_K.json             {"url", "pid", "host"} of a managed server
+    server_K.json             where a server that runs is: url, pid, host, boot, ranks, version
     server.key                its key, mode 0600
 """
 
@@ -102,11 +103,15 @@ class RunDir:
         return self.root / "checkpoints"
 
     @property
+    def books(self) -> Path:
+        return self.root / "books.jsonl"
+
+    @property
     def key(self) -> Path:
         return self.root / "server.key"
 
-    def server(self, index: int) -> Path:
-        return self.root / f"server_{index}.json"
+    def server(self, label: int | str) -> Path:
+        return self.root / f"server_{label}.json"
 
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics.exists() or self.checkpoints.exists()

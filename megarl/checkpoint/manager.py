@@ -6,6 +6,7 @@ complete.
     checkpoints/step_40/megatron/    the policy: weights and optimizer, distributed (actor/state.py)
                        critic/       the critic, if there is one: likewise
                        reference/    the reference policy's weights, where they may have moved
+                       samples/      what was sampled and not trained yet (stock.py)
                        loop.json     everything else: step, weights version, prompt cursor
                        model.json    the policy's dimensions
                        critic.json   the critic's, if there is one
@@ -38,7 +39,7 @@ from megarl.rundir import write_json
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_(\d+)")
-MEGATRON, CRITIC, REFERENCE = "megatron", "critic", "reference"
+MEGATRON, CRITIC, REFERENCE, SAMPLES = "megatron", "critic", "reference", "samples"
 WriteParts = dict[str, Callable[[Path], None]]  # by folder; each writes on all ranks
 LOOP, MODEL, CRITIC_MODEL, HF = "loop.json", "model.json", "critic.json", "hf"
 FILES = "files.json"

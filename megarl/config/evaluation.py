@@ -20,6 +20,12 @@ class EvalSet(Section):
     samples_per_prompt: Positive = 1
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of the most likely tokens, as few as have this probability together."""
+    top_k: Positive | None = None
+    """Of the most likely tokens, so many."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Only tokens of at least this share of the likeliest one's probability."""
     max_new_tokens: Positive | None = None
     """Null: as eval.max_new_tokens."""
     pass_at: tuple[int, ...] = ()

@@ -3,14 +3,13 @@
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
 ``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
 ``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``fp8_rules.py``,
-``hardware.py`` (GPUs and packages), ``unused.py`` (no effect), and here batches, modes, servers and
-devices.
+``rollout_rules.py`` (servers, schedules), ``hardware.py`` (GPUs and packages), ``unused.py`` (no
+effect), and here batches, modes and devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from megarl.config.algorithm import algorithm_problems
 from megarl.config.fields import field_of, members
@@ -19,22 +18,14 @@ from megarl.config.fp8_rules import fp8_problems
 from megarl.config.hardware import hardware_problems
 from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
+from megarl.config.rollout_rules import rollout_problems
 from megarl.config.schema import Config, ParallelSection
 from megarl.config.training import training_problems
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 from megarl.installed import Installed
 
-_SET_BY_THE_RUN = ("--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size")
 _WITHOUT_GROUP = ("reinforce_pp", "gae")  # advantages of a sample by itself
-# By model_type, what SGLang 0.5.23 starts with and computes as if it were the value here
-_SGLANG_TAKES: dict[str, dict[str, object]] = {
-    "qwen3_moe": {
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "tie_word_embeddings": False,
-    },
-}
 _SOURCE = {"rl": "prompts", "sft": "demonstrations", "train_only": "recorded"}
 
 
@@ -73,8 +64,7 @@ def validate(
         *training_problems(config, dims),
         *fp8_problems(config, dims, critic_dims),
         *length_problems(config, hf_config),
-        *_servers(config),
-        *_served_otherwise(config, hf_config or {}),
+        *rollout_problems(config, hf_config or {}),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
         *(() if packages is None else hardware_problems(config, num_gpus, packages)),
@@ -124,6 +114,14 @@ def _evaluations(config: Config) -> Iterator[Problem]:
         if count > 1 and chosen.temperature == 0:
             accepted = "1: greedy samples are all the same; or a temperature"
             yield Problem(f"{key}.samples_per_prompt", str(count), accepted)
+        for key_of, value, off in (
+            ("top_p", chosen.top_p, 1.0),
+            ("top_k", chosen.top_k, None),
+            ("min_p", chosen.min_p, 0.0),
+        ):
+            if chosen.temperature == 0 and value != off:
+                accepted = f"nothing: {key}.temperature = 0 takes the likeliest token anyway"
+                yield Problem(f"{key}.{key_of}", str(value), accepted)
         for k in chosen.pass_at:
             if not 1 <= k <= count:
                 accepted = f"1 to {key}.samples_per_prompt = {count}"
@@ -191,55 +189,6 @@ def _layouts(config: Config) -> dict[str, ParallelSection]:
     return found
 
 
-def _servers(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
-    if config.run.mode != "rl":
-        return
-    if rollout.engine == "sglang" and not rollout.urls and not rollout.server_command:
-        accepted = "the command that starts SGLang, or rollout.urls of servers that run"
-        yield Problem("rollout.server_command", "nothing", accepted)
-    if rollout.urls and rollout.key_file is None:
-        accepted = "the file with the key of the servers in rollout.urls"
-        yield Problem("rollout.key_file", "nothing", accepted)
-    fp8 = config.precision.fp8
-    if fp8 is not None and fp8.recipe == "blockwise" and rollout.fp8 not in ("none", fp8.scales):
-        accepted = f"{fp8.scales}, as precision.fp8.scales, or both would have other weights"
-        yield Problem("rollout.fp8", rollout.fp8, accepted)
-    for i, argument in enumerate(rollout.server_args):
-        if argument.partition("=")[0] in _SET_BY_THE_RUN:
-            accepted = f"anything but {', '.join(_SET_BY_THE_RUN)}: the run sets these"
-            yield Problem(f"rollout.server_args[{i}]", argument, accepted)
-    for i, url in enumerate(rollout.urls):
-        if not _is_server_url(url):
-            yield Problem(f"rollout.urls[{i}]", url, "http://host:port")
-        elif url.rstrip("/") in {other.rstrip("/") for other in rollout.urls[:i]}:
-            yield Problem(f"rollout.urls[{i}]", f"{url} again", "each server once")
-    if rollout.port > 65535:
-        yield Problem("rollout.port", str(rollout.port), "0 (any) to 65535")
-
-
-def _is_server_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:  # a port that is none, a bracket left open
-        return False
-    plain = not (parts.query or parts.fragment or parts.username or parts.path.strip("/"))
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(port) and plain
-
-
-def _served_otherwise(config: Config, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """A model of which servers would sample another."""
-    if config.run.mode != "rl" or config.rollout.engine != "sglang":
-        return
-    for key, taken in _SGLANG_TAKES.get(hf.get("model_type", ""), {}).items():
-        value = hf.get(key)
-        if value is not None and value != taken:
-            found = f"{config.model.hf}, whose {key} is {value}"
-            accepted = f"{taken}, which SGLang takes it for whatever it is; or engine=embedded"
-            yield Problem("model.hf with rollout.engine=sglang", found, accepted)
-
-
 def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:
     """NCCL wants a device of its own for every member of a group, trainer ranks and servers."""
     p = config.parallel
@@ -252,6 +201,6 @@ def _devices(config: Config, num_gpus: int) -> Iterator[Problem]:
     if num_gpus < ranks:
         accepted = f"gloo, or {ranks} devices, one a rank"
         yield Problem("sync.backend", f"nccl with {num_gpus} devices", accepted)
-    if not config.rollout.urls:
+    if not config.rollout.urls and not config.rollout.discover:
         found = "nccl with a server that the run starts, which shares its device with rank 0"
-        yield Problem("sync.backend", found, "gloo or auto, or servers named in rollout.urls")
+        yield Problem("sync.backend", found, "gloo or auto, or rollout.urls or discover")

@@ -41,6 +41,8 @@ class SampleText:
     ) -> "SampleText":
         tokens = sample.tokens.tolist()
         prompt = int(sample.mask.argmax()) if sample.mask.any() else len(tokens)
+        if sample.version_spans:  # of a continued response perhaps only the end is trained
+            prompt = len(tokens) - sample.version_spans[-1].end
         return SampleText(
             step=step,
             prompt=decode(tokens[:prompt]),

@@ -3,7 +3,7 @@
 import socket
 from urllib.parse import urlsplit
 
-from megarl.rollout.fleet import LOOPBACK
+from megarl.rollout.process import LOOPBACK
 from megarl.types import Job
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from megarl.errors import ServerError
+from megarl.rollout.features import Features, features_of
 
 _RETRY_S = 0.1
 
@@ -46,6 +47,7 @@ def _nothing(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+_SESSION = ("/begin_weight_update", "/end_weight_update")
 _END = Call("/end_weight_update", _nothing)
 
 
@@ -100,14 +102,32 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
 }
 
 
+def calls_of(op: str, features: Features) -> tuple[Call, ...]:
+    """What an operation is on a server with these features."""
+    calls = OPERATIONS[op]
+    if features.weight_session:
+        return calls
+    return tuple(call for call in calls if call.path not in _SESSION)
+
+
 class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
 
     def __init__(
-        self, url: str, key: str, name: str | None = None, *, ranks: int = 1, boot: str = ""
+        self,
+        url: str,
+        key: str,
+        name: str | None = None,
+        *,
+        ranks: int = 1,
+        boot: str = "",
+        version: str = "",
     ) -> None:
-        """`ranks`: the server's tensor-parallel ranks, each a member of a weight group."""
+        """`ranks`: the server's tensor-parallel ranks, each a member of a weight group. `version`
+        of its software, as `Member.version` has it; empty: as the newest that is supported.
+        """
         self.url, self.ranks, self.boot = url.rstrip("/"), ranks, boot
+        self._features = features_of(version) if version else Features()
         self.name = name or self.url
         self._headers = {"Authorization": f"Bearer {key}"}
 
@@ -130,7 +150,7 @@ class ServerControl:
         Raises ServerError naming the server and the call that was refused, failed or did not end
         within `timeout_s` (of all calls together).
         """
-        calls = OPERATIONS[op]
+        calls = calls_of(op, self._features)
         reply = asyncio.run(self._run(op, calls, payload, timeout_s))
         return {"digests": self._digests(reply)} if op == "digest" else reply
 

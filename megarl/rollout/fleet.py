@@ -1,79 +1,114 @@
-"""The rollout servers of a run: started, watched and ended here, or only named (`rollout.urls`).
+"""The rollout servers of a run: `protocols.Fleet` of servers that are started here, named
+(`rollout.urls`) or discovered (`rollout.discover`).
 
-A managed server is a process group of its own, logs to the run directory, gets the key through a
-file, and dies with us even if we are killed. Its death is noticed at once and reported with its
-cause. Start servers from the thread that lives longest, the main one: the kernel ties a child to
-its thread.
+Each has a keeper (`keeper.py`), which probes it and starts it again, or waits for it to come back.
 """
 
-import asyncio
-import contextlib
-import json
 import logging
-import os
-import random
-import re
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO
 
-from megarl.config.rollout import RolloutSection
+from megarl.config.rollout import Choice, RolloutSection
+from megarl.config.rollout_rules import server_args_problems
 from megarl.errors import ConfigError, Problem, ServerError
-from megarl.rollout.client import RolloutClient
 from megarl.rollout.control import ServerControl
-from megarl.rollout.process import lives, read_key, read_or_make_key
-from megarl.rundir import RunDir, write_json
+from megarl.rollout.discovery import Discovery
+from megarl.rollout.keeper import Care, ManagedKeeper, NamedKeeper, ServerDeath
+from megarl.rollout.managed import ManagedServer
+from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
+from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
+from megarl.rundir import RunDir
+from megarl.types import Member
 
+__all__ = ["Fleet", "ServerDeath", "start_fleet"]
 log = logging.getLogger(__name__)
 
-EMBEDDED_COMMAND = (sys.executable, "-m", "megarl.cli", "serve")
-LOOPBACK = "127.0.0.1"
+Keeper = ManagedKeeper | NamedKeeper
 _POLL_S = 0.05
-_TERM_S = 3.0
-_TAIL_BYTES = 3000
-_PORT_TRIES = 3
-_SGLANG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# What torchrun tells its workers is not for servers, which would join the trainer's world.
-_NOT_INHERITED = re.compile(
-    r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
-)
-
-
-@dataclass(frozen=True)
-class ServerDeath:
-    """A managed server that ended without being told to."""
-
-    name: str
-    cause: str  # "exit code 3", "signal SIGKILL", with the end of its log
-
-    def __str__(self) -> str:
-        return f"{self.name} died: {self.cause}"
 
 
 class Fleet:
-    """The servers that answer, and how to reach them."""
+    """The servers that answer, and how to reach them. Safe to call from any thread."""
 
-    def __init__(self, urls: Sequence[str], key: str, managed: Sequence["ManagedServer"]) -> None:
-        self.urls, self.key = tuple(urls), key
-        self.managed = tuple(managed)
+    def __init__(
+        self, key: str, care: Care, keepers: Sequence[Keeper], discovery: Discovery | None = None
+    ) -> None:
+        self.key = key
+        self._care, self._discovery = care, discovery
+        self._fixed = list(keepers)
+
+    def start(self) -> None:
+        for keeper in self._fixed:
+            keeper.start()
+
+    @property
+    def keepers(self) -> list[Keeper]:
+        return [*self._fixed, *(self._discovery.keepers() if self._discovery else ())]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(member.url for member in self.members())
+
+    @property
+    def managed(self) -> tuple[ManagedServer, ...]:
+        """The present processes of those that are started here."""
+        servers = (k.server for k in self._fixed if isinstance(k, ManagedKeeper))
+        return tuple(server for server in servers if server is not None)
+
+    @property
+    def events(self) -> dict[str, int]:
+        """Counted since the start: restarts, died, hung, given_up, replaced."""
+        return dict(self._care.events)
+
+    def members(self) -> list[Member]:
+        found = [keeper.member for keeper in self.keepers]
+        return [member for member in found if member is not None]
+
+    def suspect(self, member: Member, reason: str) -> None:
+        for keeper in self._of(member):
+            keeper.suspect(member, reason)
+
+    def give_up(self, member: Member, reason: str) -> None:
+        for keeper in self._of(member):
+            keeper.give_up(member, reason)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Supervisors of discovered servers are told."""
+        elsewhere = self._discovery.hold() if self._discovery else nullcontext()
+        with self._care.hold(), elsewhere:
+            yield
+
+    def trouble(self) -> str | None:
+        """Named and discovered servers may always come back."""
+        final = [keeper.final for keeper in self._fixed if isinstance(keeper, ManagedKeeper)]
+        if not final or len(final) < len(self._fixed) or not all(final):
+            return None
+        told = [f"{k.name}: {why}" for k, why in zip(self._fixed, final, strict=True)]
+        return "no rollout server is left, and none is started any more:\n" + "\n".join(told)
 
     def controls(self) -> list[ServerControl]:
-        """One WeightSink a server."""
-        return [ServerControl(url, self.key) for url in self.urls]
+        """One WeightSink a member."""
+        return [
+            ServerControl(m.url, self.key, m.name, ranks=m.ranks, version=m.version)
+            for m in self.members()
+        ]
 
     def close(self) -> None:
-        """Ends the managed servers; external ones are left alone."""
-        for server in self.managed:
-            server.signal_group(signal.SIGTERM)
-        for server in self.managed:
-            server.stop()
+        """Ends the managed servers; others are left alone."""
+        if self._discovery is not None:
+            self._discovery.close()
+        for keeper in self._fixed:
+            if isinstance(keeper, ManagedKeeper):
+                keeper.signal(signal.SIGTERM)
+        for keeper in self._fixed:
+            keeper.close()
+
+    def _of(self, member: Member) -> list[Keeper]:
+        return [keeper for keeper in self.keepers if keeper.name == member.name]
 
 
 def start_fleet(
@@ -85,296 +120,104 @@ def start_fleet(
     on_death: Callable[[ServerDeath], None],
     host: str = LOOPBACK,
     routing: bool = False,
+    on_failure: Choice = "stop",
+    max_restarts: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+    labels: Sequence[str] | None = None,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
 ) -> Fleet:
-    """Servers that answer, within `rollout.start_timeout_s`.
+    """Servers of which at least one answers, within `rollout.start_timeout_s`; all of them, where
+    a failing one is not started again (`on_failure`: stop).
 
-    `model`: the Hugging Face folder; `dtype`: fp32 or bf16. The server listens on `host`
-    alone, an address of this machine. `routing`: it can say which experts tokens were routed to.
-    `on_death` is called from a watching thread. Raises ServerError with the end of the log when a
-    server does not come up, ConfigError when the settings lack something.
+    `model`: the Hugging Face folder; `dtype`: fp32 or bf16. Managed servers listen on `host`
+    alone, an address of this machine. `routing`: they can say which experts tokens were routed to.
+    `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
+    called, from a thread, for a server that ends the run. `progress` is told what happens
+    meanwhile, and so is the log.
+    Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
     """
-    if section.urls:
-        return _external(section)
+    _require_settings(section)
     key_file = section.key_file or run_dir.key
     key = read_key(key_file) if section.key_file else read_or_make_key(key_file)
-    deadline = time.monotonic() + section.start_timeout_s
-    starter = _Starter(
-        *(section, run_dir, model, dtype, key_file, key, host, routing), tuple(embedded_command)
+
+    def say(text: str) -> None:
+        log.info("%s", text)
+        progress(text)
+
+    care = Care(
+        key=key,
+        probe_every_s=section.probe_every_s,
+        probe_timeout_s=section.probe_timeout_s,
+        restart=on_failure == "restart",
+        max_restarts=max_restarts,
+        report=on_death,
+        say=say,
     )
-    server = starter.start(0, deadline, on_death)
-    return Fleet([server.url], key, [server])
+    starter = Starter(
+        *(section, run_dir, model, dtype, key_file, key, host, routing, say),
+        tuple(embedded_command),
+    )
+    discovery = Discovery(run_dir, care) if section.discover else None
+    fleet = Fleet(key, care, _keepers(section, care, starter, labels), discovery)
+    try:
+        fleet.start()
+        _await_first(fleet, section, run_dir, all_of_them=not care.restart)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
 
 
-def _external(section: RolloutSection) -> Fleet:
-    if section.key_file is None:
-        accepted = "the file with the key of the servers in rollout.urls"
-        raise ConfigError([Problem("rollout.key_file", "nothing", accepted)])
-    key = read_key(section.key_file)
+def _keepers(
+    section: RolloutSection, care: Care, starter: Starter, labels: Sequence[str] | None
+) -> Sequence[Keeper]:
+    """Of the servers that are known from the start."""
+    if section.discover:
+        return []
+    if section.urls:
+        return [NamedKeeper(url, url, care, ranks=section.server_tp) for url in section.urls]
+    labels = labels or [str(index) for index in range(section.servers)]
+    return [ManagedKeeper(f"server {k}", care, starter, i, k) for i, k in enumerate(labels)]
+
+
+def _await_first(
+    fleet: Fleet, section: RolloutSection, run_dir: RunDir, *, all_of_them: bool
+) -> None:
+    """Until every server has answered or failed once, and one, or all, have answered."""
     deadline = time.monotonic() + section.start_timeout_s
-    for url in section.urls:
-        while (error := _probe(url, key, deadline)) is not None:
-            if time.monotonic() >= deadline:
-                raise ServerError(f"{error} (waited {section.start_timeout_s:g} s)")
-            time.sleep(min(1.0, section.start_timeout_s / 10))
-    return Fleet(section.urls, key, [])
-
-
-class ManagedServer:
-    """One child process with its group, its log and its watcher."""
-
-    def __init__(
-        self, name: str, process: subprocess.Popen[bytes], log_file: Path, key: str
-    ) -> None:
-        self.name, self.process, self.log_file = name, process, log_file
-        self.url = ""
-        self._key = key
-        self._stopping = False
-        self._ended = threading.Event()
-
-    @property
-    def running(self) -> bool:
-        return not self._ended.is_set()
-
-    def watch(self, on_death: Callable[[ServerDeath], None]) -> None:
-        """Reaps the process when it ends and, unless we ended it, reports why."""
-
-        def wait() -> None:
-            # Without reaping at first: until then nobody else can get its group's number.
-            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-            self.signal_group(signal.SIGKILL)  # what it left behind
-            self.process.wait()
-            self._ended.set()
-            if not self._stopping:
-                death = ServerDeath(self.name, self.cause())
-                log.error("%s", death)
-                on_death(death)
-
-        threading.Thread(target=wait, name=f"watch-{self.name}", daemon=True).start()
-
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL after three seconds, to the whole group."""
-        self._stopping = True
-        self.signal_group(signal.SIGTERM)
-        if not self._ended.wait(_TERM_S):
-            self.signal_group(signal.SIGKILL)
-            self._ended.wait()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within `timeout_s`."""
-        return self._ended.wait(timeout_s)
-
-    def signal_group(self, number: signal.Signals) -> None:
-        if self._ended.is_set():
-            return
-        self._stopping = self._stopping or number == signal.SIGTERM
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
-    def cause(self) -> str:
-        code = self.process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how}; end of {self.log_file}:\n{self.tail()}"
-
-    def tail(self) -> str:
-        """The end of the log, without the key."""
-        with self.log_file.open("rb") as file:
-            file.seek(max(0, self.log_file.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").replace(self._key, "***").strip()
-
-
-@dataclass(frozen=True)
-class _Starter:
-    section: RolloutSection
-    run_dir: RunDir
-    model: Path
-    dtype: str
-    key_file: Path
-    key: str
-    host: str
-    routing: bool
-    embedded_command: tuple[str, ...]
-
-    def start(
-        self, index: int, deadline: float, on_death: Callable[[ServerDeath], None]
-    ) -> ManagedServer:
-        """A server that answers. A port we chose may be taken meanwhile: then another one."""
-        ready_file = self.run_dir.server(index)
-        _clear_stale(ready_file)
-        chooses_port = self.section.engine == "sglang" and self.section.port == 0
-        for attempt in range(_PORT_TRIES):
-            port = _free_port(self.host) if chooses_port else self.section.port
-            server = self._spawn(index, port, ready_file, on_death)
-            try:
-                server.url = self._await(server, port, ready_file, deadline)
-            except ServerError as error:
-                server.stop()
-                taken = "address already in use" in str(error).lower()
-                if chooses_port and taken and attempt + 1 < _PORT_TRIES:
-                    continue
-                raise
-            except BaseException:
-                server.stop()
-                raise
-            if not server.running:  # too early for its watcher to have told anybody
-                raise ServerError(f"{server.name} died: {server.cause()}")
-            log.info("%s: %s, log %s", server.name, server.url, server.log_file)
-            return server
-        raise AssertionError("unreachable")
-
-    def _spawn(
-        self, index: int, port: int, ready_file: Path, on_death: Callable[[ServerDeath], None]
-    ) -> ManagedServer:
-        if self.section.engine == "embedded":
-            command = self._embedded(port, ready_file)
-        else:
-            command = self._sglang(index, port)
-        self.run_dir.logs.mkdir(parents=True, exist_ok=True)
-        log_file = self.run_dir.logs / f"server_{index}.log"
-        with _open_private(log_file) as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)},
-            )
-        server = ManagedServer(f"server {index}", process, log_file, self.key)
-
-        def report(death: ServerDeath) -> None:
-            if server.url:  # while it starts, `start` itself reports
-                on_death(death)
-
-        server.watch(report)
-        return server
-
-    def _embedded(self, port: int, ready_file: Path) -> list[str]:
-        section = self.section
-        options: dict[str, object] = {
-            "host": self.host,
-            "port": port,
-            "key-file": self.key_file,
-            "ready-file": ready_file,
-            "max-running": section.max_running,
-            "context-length": section.context_length,
-            "dtype": self.dtype,
-            "fp8": section.fp8,
-            "parent-pid": os.getpid(),
-        }
-        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        shape = "--fixed-shape" if section.fixed_shape else "--no-fixed-shape"
-        return [*self.embedded_command, str(self.model), *flags, shape]
-
-    def _sglang(self, index: int, port: int) -> list[str]:
-        """SGLang takes its key as an argument or from a YAML file: the file keeps it out of argv.
-        It also logs its arguments, so it runs under the guard, which blacks the key out."""
-        section = self.section
-        if not section.server_command:
-            accepted = "the command that starts SGLang, e.g. [python, -m, sglang.launch_server]"
-            raise ConfigError([Problem("rollout.server_command", "nothing", accepted)])
-        reserved = {"--config", "--api-key", "--admin-api-key", "--host", "--port", "--tp-size"}
-        for argument in section.server_args:
-            if argument.split("=")[0] in reserved:
-                accepted = f"anything but {', '.join(sorted(reserved))}: these are set by the run"
-                raise ConfigError([Problem("rollout.server_args", argument, accepted)])
-        secrets_file = self.run_dir.root / f"server_{index}.key.yaml"
-        with _open_private(secrets_file, "w") as file:
-            file.write(json.dumps({"api-key": self.key}).encode())
-        guard = [sys.executable, "-m", "megarl.rollout.guard", str(os.getpid()), str(self.key_file)]
-        options: dict[str, object] = {
-            "config": secrets_file,
-            "model-path": self.model,
-            "host": self.host,
-            "port": port,
-            "dtype": _SGLANG_DTYPES[self.dtype],
-            "context-length": section.context_length,
-            "tp-size": section.server_tp,
-            "weight-version": 0,
-        }
-        flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
-        flags += ["--enable-return-routed-experts"] * self.routing
-        return [*guard, *section.server_command, *flags, *section.server_args]
-
-    def _await(self, server: ManagedServer, port: int, ready_file: Path, deadline: float) -> str:
-        """The server's URL once it answers. Raises ServerError when it ends first or takes too
-        long."""
-        managed_url = f"http://{self.host}:{port}"
-        next_probe = 0.0
-        while True:
-            if not server.running:
-                raise ServerError(f"{server.name} did not start: {server.cause()}")
-            if time.monotonic() > deadline:
-                waited = f"{self.section.start_timeout_s:g} s (rollout.start_timeout_s)"
-                raise ServerError(
-                    f"{server.name} was not ready within {waited}; end of {server.log_file}:\n"
-                    f"{server.tail()}"
-                )
-            if self.section.engine == "embedded" and ready_file.exists():
-                return str(json.loads(ready_file.read_text())["url"])
-            if self.section.engine == "sglang" and time.monotonic() >= next_probe:
-                if _probe(managed_url, self.key, deadline) is None:
-                    ready = {
-                        "url": managed_url,
-                        "pid": server.process.pid,
-                        "host": socket.gethostname(),
-                    }
-                    write_json(ready_file, ready)
-                    return managed_url
-                next_probe = time.monotonic() + 1.0
-            server.wait(_POLL_S)
-
-
-def _probe(url: str, key: str, deadline: float) -> ServerError | None:
-    """None if the server generates a token; else why not."""
-
-    async def ask() -> None:
-        client = RolloutClient(url, key, 1.0)
-        try:
-            await client.health(max(1.0, min(20.0, deadline - time.monotonic())))
-        finally:
-            await client.close()
-
-    try:
-        asyncio.run(ask())
-    except ServerError as error:
-        return error
-    return None
-
-
-def _clear_stale(ready_file: Path) -> None:
-    """A file of an earlier run is removed; a server that still runs under it is an error."""
-    if not ready_file.exists():
-        return
-    try:
-        stale = json.loads(ready_file.read_text())
-        pid, host = int(stale["pid"]), str(stale["host"])
-    except (ValueError, KeyError, TypeError):
-        pid, host = 0, ""
-    if host == socket.gethostname() and pid > 0 and lives(pid) and _is_server(pid):
-        raise ServerError(f"{ready_file} names a server that still runs (pid {pid}); end it first")
-    log.warning("%s is of an earlier run (pid %d on %s); removed", ready_file, pid, host)
-    ready_file.unlink()
-
-
-def _is_server(pid: int) -> bool:
-    """Whether a process looks like one of ours: numbers are used again."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return any(b"serve" in word or b"megarl" in word or b"sglang" in word for word in words)
-
-
-def _free_port(host: str) -> int:
-    """Outside the range the system hands out itself: SGLang binds it half a minute later."""
+    waited = f"{section.start_timeout_s:g} s (rollout.start_timeout_s)"
+    managed = not section.urls and not section.discover
     while True:
-        port = random.SystemRandom().randrange(20000, 30000)
-        with contextlib.suppress(OSError), socket.create_server((host, port)):
-            return port
+        keepers = fleet.keepers
+        down = [keeper for keeper in keepers if keeper.member is None]
+        settled = all(keeper.settled.is_set() for keeper in keepers) or section.discover
+        if settled and keepers and (not down or (len(down) < len(keepers) and not all_of_them)):
+            return
+        failures = [keeper.failure for keeper in down if keeper.failure]
+        if managed and failures and (all_of_them or len(failures) == len(keepers)):
+            raise ServerError("\n".join(failures))
+        if not managed and time.monotonic() > deadline:
+            if section.discover and not keepers:
+                raise ServerError(
+                    f"no server has told its address in {run_dir.server('*')} within {waited}: "
+                    "rollout.discover wants `megarl servers` to run for this run directory"
+                )
+            if len(down) < len(keepers) and not all_of_them:
+                return
+            told = "\n".join(failures) or "rollout servers have not answered"
+            raise ServerError(f"{told} (waited {waited})")
+        time.sleep(_POLL_S)
 
 
-def _open_private(path: Path, mode: str = "a") -> IO[bytes]:
-    """A file for its owner's eyes: what a server logs may tell more than it should."""
-    kind = os.O_APPEND if mode == "a" else os.O_TRUNC
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | kind, 0o600), "wb")
+def _require_settings(section: RolloutSection) -> None:
+    """What cannot be started. `config/` says so before, with everything else."""
+    problems = list(server_args_problems(section))
+    if section.urls and section.key_file is None:
+        accepted = "the file with the key of the servers in rollout.urls"
+        problems.append(Problem("rollout.key_file", "nothing", accepted))
+    started = not section.urls and not section.discover
+    if started and section.engine == "sglang" and not section.server_command:
+        accepted = "the command that starts SGLang, e.g. [python, -m, sglang.launch_server]"
+        problems.append(Problem("rollout.server_command", "nothing", accepted))
+    if problems:
+        raise ConfigError(problems)

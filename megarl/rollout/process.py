@@ -17,6 +17,7 @@ from megarl.errors import ConfigError, Problem
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 

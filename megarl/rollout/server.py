@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from megarl import __version__
 from megarl.errors import MegarlError
 from megarl.rollout.embedded import PAUSE_MODES, Engine, Unusable
 from megarl.rollout.wire import BadRequest, format_reply, parse_generate
@@ -94,6 +95,7 @@ class _Api:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._boot = uuid.uuid4().hex  # this process, to whoever asks again later
 
     # ---- generation ----------------------------------------------------------------------------
 
@@ -186,6 +188,8 @@ class _Api:
             "fixed_shape": engine.model.fixed_shape,
             "fp8": engine.model.fp8,
             "engine": "megarl-embedded",
+            "version": __version__,
+            "boot": self._boot,
         }
         return web.json_response(limits | engine.state())
 

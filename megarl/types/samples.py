@@ -1,13 +1,12 @@
 """Samples, their rewards, and what is known of them everywhere."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.types.metrics import StepMetrics
 from megarl.types.rollout import VersionSpan
 
 
@@ -146,16 +145,3 @@ class Scored:
     components: Mapping[str, float]
     correct: bool | None = None
     steps: Sequence[tuple[int, float]] = ()
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """One round's samples of one collector, with what collecting them cost. ``reward_names``: of
-    the components in ``Sample.rewards``; empty as long as no response has ended, so that none was
-    scored.
-    """
-
-    samples: Sequence[Sample]
-    metrics: StepMetrics = field(default_factory=list)
-    reward_names: tuple[str, ...] = ()
-    seconds: float = 0.0

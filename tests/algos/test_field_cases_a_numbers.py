@@ -19,8 +19,7 @@ from megarl.config.rollout import RolloutSection
 from megarl.config.schema import Config
 from megarl.monitor.metrics import reduce_metrics
 from megarl.ops import logprob_entropy
-from megarl.rollout.client import Sampling
-from megarl.types import Coefficients
+from megarl.types import Coefficients, Sampling
 from tests.algos import ragged
 from tests.helpers.plans import config_of
 from tests.helpers.sensitivity import without_effect

@@ -211,8 +211,11 @@ SETTINGS = [
     Case(["rollout.port=70000"], {"rollout.port": ["70000", "65535"]}),
     Case([*URLS, "rollout.urls=[http://a:1,http://a:1/]"], {"rollout.urls[1]": ["a:1/ again"]}),
     Case(["rollout.urls=[http://a:1]"], {"rollout.key_file": ["nothing", "key of the servers"]}),
-    Case(["rollout={engine: sglang, server_command: [sh], server_args: [--tp, '2', --port=3]}"],
-         {"rollout.server_args[2]": ["--port=3", "--api-key", "the run sets these"]}),
+    *(
+        Case([f"rollout={{engine: sglang, server_command: [sh], server_args: [--seed, '2', {a}]}}"],
+             {"rollout.server_args[2]": [a, "--api-key", "the run sets these"]})
+        for a in ("--port=3", "--tp", "--api-k=x", "--enable-dp-attention", "--expert-parallel-s")
+    ),
     *(
         Case([*URLS, f"rollout.urls=['{url}']"], {"rollout.urls[0]": [f"{url} | http://host:port"]})
         for url in ("a:1", "ftp://a:1", "http://a", "http://a:x", "http://a:99999", "http://:1",

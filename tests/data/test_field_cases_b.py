@@ -2,15 +2,15 @@
 scenario and with further inputs of its kind.
 
 B4 (no attention across packed samples) is here as far as rows go; with real models, logits and all,
-it is in tests/actor/test_logprobs.py.
+it is in tests/actor/test_logprobs.py. B8 (the budget of a continued response) is in
+tests/rollout/test_sampler.py.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +21,7 @@ from megarl.data.prompts import DemonstrationStream, PromptStream, load_demonstr
 from megarl.data.tokenizer import Tokenizer
 from megarl.errors import DataError
 from megarl.mesh import Mesh
-from megarl.rollout.client import RolloutClient, Sampling, read_completion
-from megarl.rollout.collect import _complete_group
-from megarl.types import Completion, Prompt, Sample
+from megarl.types import Prompt, Sample
 from tests.actor import compare
 from tests.helpers.dist import WorkerPool
 from tests.helpers.plans import completed, config_of
@@ -226,82 +224,6 @@ def test_b6_a_share_without_trained_tokens_is_a_share_like_others(
     shares = [row.mask[local_index(bounds, cp, rank)] for rank in range(cp)]
     assert {len(share) for share in shares} == {16 // cp}
     assert sum(int(share.sum()) for share in shares) == len(trained)
-
-
-# --- B8: a response never gets more than its budget ----------------------------------------------
-
-
-class Interrupted:
-    """Answers like a server that aborts responses after ``parts`` tokens before it ends them."""
-
-    url = "http://server"
-
-    def __init__(self, parts: Sequence[int]) -> None:
-        self.parts, self.asked = list(parts), []  # type: ignore[var-annotated]
-
-    async def generate_group(
-        self, prompt: Sequence[int], n: int, sampling: Sampling, seeds: Sequence[int], **_: Any
-    ) -> list[Completion]:
-        self.asked.append((tuple(prompt), sampling.max_new_tokens))
-        done = not self.parts
-        count = sampling.max_new_tokens if done else self.parts.pop(0)
-        return [
-            Completion(
-                request_id=str(seed),
-                token_ids=np.arange(count, dtype=np.int32),
-                logprobs=np.zeros(count, np.float32),
-                finish="length" if done else "abort",
-                version_spans=(),
-            )
-            for seed in seeds
-        ]
-
-
-@pytest.mark.parametrize("parts", [[], [7], [0], [9], [10], [3, 7], [9, 0]], ids=str)
-def test_b8_what_was_interrupted_starts_anew_with_the_whole_budget(parts: list[int]) -> None:
-    """A part is never gone on from, so its tokens count neither twice nor on top."""
-    server = Interrupted(parts)
-    client = cast(RolloutClient, server)
-    prompt = Prompt("p", (5, 6), {})
-    group = asyncio.run(_complete_group(client, prompt, Sampling(1.0, 10), [1, 2], None))
-    assert server.asked == [((5, 6), 10)] * (len(parts) + 1)
-    assert [len(c.token_ids) for c in group] == [10, 10]
-    assert {c.finish for c in group} == {"length"}
-
-
-def reply(count: int, finish: str) -> dict[str, Any]:
-    return {
-        "output_ids": [4] * count,
-        "meta_info": {
-            "id": "r",
-            "finish_reason": {"type": finish},
-            "weight_version": "0",
-            "output_token_logprobs": [[-1.0, 4, None]] * count,
-        },
-    }
-
-
-@pytest.mark.parametrize(
-    ("count", "finish", "fits"),
-    [
-        (10, "length", True),
-        (10, "stop", True),
-        (3, "stop", True),
-        (17, "length", False),
-        (11, "stop", False),
-        (20, "abort", False),
-        (3, "length", False),
-    ],
-)
-def test_b8_a_response_beyond_its_budget_is_refused(count: int, finish: str, fits: bool) -> None:
-    def read() -> Completion:
-        return read_completion(reply(count, finish), "r", 2, Sampling(1.0, 10), None)
-
-    if fits:
-        assert len(read().token_ids) == count
-    else:
-        with pytest.raises(Exception, match="10"):
-            read()
 
 
 # --- B11: more than an epoch has left ------------------------------------------------------------

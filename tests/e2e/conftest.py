@@ -1,5 +1,6 @@
 """Whole runs, started as a user starts them: ``launch/local.sh CONFIG key=value``."""
 
+import contextlib
 import json
 import os
 import re
@@ -99,6 +100,18 @@ class Launch:
             if any(str(self.run) in word for word in p.info["cmdline"] or []):
                 found.append(p)
         return found
+
+    def processes_of(self, module: str) -> list[psutil.Process]:
+        """Of the run's processes those that run ``module``, and children of its ranks that do."""
+        found = {p.pid: p for p in self.processes()}
+        for p in list(found.values()):
+            with contextlib.suppress(psutil.Error):
+                found |= {child.pid: child for child in p.children(recursive=True)}
+        own = []
+        for p in found.values():
+            with contextlib.suppress(psutil.Error):
+                own += [p] if module in p.cmdline() else []
+        return own
 
     def rank(self, local_rank: int) -> psutil.Process:
         ranks = [

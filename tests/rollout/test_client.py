@@ -1,4 +1,4 @@
-"""The client against servers that misbehave: bounded time, and an error that says what happened."""
+"""The client against servers that misbehave: bounded time, and outcomes that say why."""
 
 import asyncio
 import time
@@ -9,9 +9,17 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import ServerError
-from megarl.rollout.client import RolloutClient, Sampling
+from megarl.rollout.client import (
+    Answer,
+    Ask,
+    Failure,
+    Outcome,
+    Refusal,
+    RolloutClient,
+    new_rids,
+)
 from megarl.rollout.control import OPERATIONS, ServerControl
-from megarl.types import RoutingShape
+from megarl.types import Completion, RoutingShape, Sampling
 from tests.rollout.conftest import EXPERTS, LAYERS, TOP_K, Reference, Server
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=3)
@@ -59,21 +67,30 @@ class Odd:
         n: int = 2,
         sampling: Sampling = SAMPLING,
         routing: RoutingShape | None = None,
-    ) -> Any:
+        host: str = "127.0.0.1",
+    ) -> Outcome:
         app = web.Application()
         app.router.add_post("/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        client = RolloutClient(f"http://{host}:{port}", "key", timeout_s)
+        await web.TCPSite(runner, host, 0).start()
+        port = runner.addresses[0][1]
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        client = RolloutClient(f"http://{at}", "key", timeout_s)
+        budget = sampling.max_new_tokens
+        asks = [Ask(rid, [2, 3], budget, seed) for seed, rid in enumerate(new_rids(n))]
         try:
-            seeds = list(range(n))
-            return await client.generate_group([2, 3], n, sampling, seeds, routing=routing)
+            return await client.generate(asks, sampling, routing)
         finally:
             await client.close()
             await runner.cleanup()
+
+
+def answered(odd: Odd, **options: Any) -> tuple[Completion, ...]:
+    """What the client takes from a good answer."""
+    outcome = asyncio.run(odd.ask(**options))
+    assert isinstance(outcome, Answer) and not outcome.wrong, outcome
+    return tuple(part for part in outcome.parts if part is not None)
 
 
 def answering(change: Change) -> Odd:
@@ -87,7 +104,7 @@ def answering(change: Change) -> Odd:
 
 def test_a_good_answer_is_taken_over_as_it_is() -> None:
     odd = answering(lambda reply: None)
-    first, second = asyncio.run(odd.ask())
+    first, second = answered(odd)
     assert first.token_ids.tolist() == [4, 5, 1]
     assert first.logprobs.tolist() == [-0.5, -1.5, 0.0]
     assert [(s.version, s.start, s.end) for s in second.version_spans] == [(2, 0, 1), (3, 1, 3)]
@@ -162,20 +179,22 @@ BAD_REPLIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REPLIES)
-def test_a_wrong_answer_is_an_error_and_never_repaired(name: str) -> None:
+def test_a_wrong_answer_costs_its_own_sequence_and_is_never_repaired(name: str) -> None:
+    """The first of the two is right, and kept."""
     change, message = BAD_REPLIES[name]
     odd = answering(change)
-    with pytest.raises(ServerError) as caught:
-        asyncio.run(odd.ask())
-    assert message in str(caught.value)
-    assert odd.bodies[0]["rid"][1] in str(caught.value)
-    assert "http://127.0.0.1:" in str(caught.value)
+    outcome = asyncio.run(odd.ask())
+    assert isinstance(outcome, Answer)
+    right, wrong = outcome.parts
+    assert wrong is None and message in outcome.wrong
+    assert odd.bodies[0]["rid"][1] in outcome.wrong
+    assert right is not None and right.token_ids.tolist() == [4, 5, 1]
     assert len(odd.bodies) == 1
 
 
 def test_a_version_alone_stands_for_the_whole_response() -> None:
     odd = answering(lambda r: r["meta_info"].pop("weight_versions") and None)
-    completion = asyncio.run(odd.ask())[1]
+    completion = answered(odd)[1]
     assert [(s.version, s.start, s.end) for s in completion.version_spans] == [(3, 0, 3)]
 
 
@@ -191,8 +210,9 @@ def test_answers_of_another_shape(reply: Any, message: str) -> None:
     async def generate(odd: Odd, request: web.Request, body: Any) -> Any:
         return reply
 
-    with pytest.raises(ServerError, match=message):
-        asyncio.run(Odd(generate).ask())
+    outcome = asyncio.run(Odd(generate).ask())
+    assert isinstance(outcome, Answer) and outcome.parts == (None, None)
+    assert message in outcome.wrong
 
 
 def test_a_server_that_never_answers_costs_the_deadline_and_no_more() -> None:
@@ -201,58 +221,46 @@ def test_a_server_that_never_answers_costs_the_deadline_and_no_more() -> None:
 
     odd = Odd(generate)
     start = time.monotonic()
-    with pytest.raises(ServerError, match=r"no answer within 0\.5 s"):
-        asyncio.run(odd.ask(timeout_s=0.5))
+    outcome = asyncio.run(odd.ask(timeout_s=0.5))
+    assert outcome == Failure("no answer within 0.5 s", taken=True)
     assert time.monotonic() - start < 4
     assert odd.aborted == odd.bodies[0]["rid"]
 
 
-def test_an_error_of_the_server_is_tried_three_times() -> None:
+@pytest.mark.parametrize(("status", "taken"), [(500, True), (502, True), (503, False)])
+def test_an_error_of_the_server_is_its_failure(status: int, taken: bool) -> None:
     async def generate(odd: Odd, request: web.Request, body: Any) -> Any:
-        return web.json_response({"error": "broken"}, status=500)
+        return web.json_response({"error": "broken"}, status=status)
 
     odd = Odd(generate)
-    with pytest.raises(ServerError, match=r"HTTP 500: .*broken.*, 3 times"):
-        asyncio.run(odd.ask())
-    assert len(odd.bodies) == 3
-
-
-def test_a_refusal_is_final() -> None:
-    async def generate(odd: Odd, request: web.Request, body: Any) -> Any:
-        return web.json_response({"error": "no"}, status=400)
-
-    odd = Odd(generate)
-    with pytest.raises(ServerError, match="HTTP 400"):
-        asyncio.run(odd.ask())
+    outcome = asyncio.run(odd.ask())
+    assert outcome == Failure(f'HTTP {status}: {{"error": "broken"}}', taken=taken)
     assert len(odd.bodies) == 1
 
 
-def test_a_dropped_connection_aborts_the_orphans_and_asks_again_under_new_ids() -> None:
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 307])
+def test_a_refusal_is_final(status: int) -> None:
     async def generate(odd: Odd, request: web.Request, body: Any) -> Any:
-        if len(odd.bodies) == 1:
-            assert request.transport is not None
-            request.transport.abort()
-            await asyncio.sleep(1)
-        return [good_reply(rid) for rid in body["rid"]]
+        headers = {"Location": "/elsewhere"}
+        return web.json_response({"error": "no"}, status=status, headers=headers)
 
     odd = Odd(generate)
-    completions = asyncio.run(odd.ask())
-    first, second = (body["rid"] for body in odd.bodies)
-    assert set(first).isdisjoint(second)
-    assert sorted(odd.aborted) == sorted(first)
-    assert [c.request_id for c in completions] == second
+    outcome = asyncio.run(odd.ask())
+    assert outcome == Refusal(f'HTTP {status}: {{"error": "no"}}')
+    assert len(odd.bodies) == 1
 
 
 def test_a_server_that_is_not_there() -> None:
-    async def ask() -> None:
+    async def ask() -> Outcome:
         client = RolloutClient("http://127.0.0.1:9", "key", 5.0)
         try:
-            await client.generate_group([2], 1, SAMPLING, [0])
+            return await client.generate([Ask("r", [2], 3, 0)], SAMPLING)
         finally:
             await client.close()
 
-    with pytest.raises(ServerError, match="no connection"):
-        asyncio.run(ask())
+    outcome = asyncio.run(ask())
+    assert isinstance(outcome, Failure) and not outcome.taken
+    assert outcome.reason.startswith("no connection")
 
 
 def test_proxies_of_the_environment_are_not_used(
@@ -264,28 +272,45 @@ def test_proxies_of_the_environment_are_not_used(
 
 
 def test_a_group_from_the_real_server(server: Server, reference_a: Reference) -> None:
-    async def ask() -> Any:
+    """Half of it is continued by another request: together they are what one request gives."""
+    shape = RoutingShape((True,) * LAYERS, TOP_K, EXPERTS)
+
+    async def ask(asks: list[Ask]) -> list[Completion]:
         client = RolloutClient(server.url, server.key, 20.0)
         try:
             await client.health()
-            sampling = Sampling(temperature=1.0, max_new_tokens=12)
-            return await client.generate_group(
-                [3, 9],
-                4,
-                sampling,
-                [7, 8, 9, 7],
-                routing=RoutingShape((True,) * LAYERS, TOP_K, EXPERTS),
-            )
+            assert (await client.server_info())["engine"] == "megarl-embedded"
+            outcome = await client.generate(asks, SAMPLING, shape)
         finally:
             await client.close()
+        assert isinstance(outcome, Answer) and not outcome.wrong, outcome
+        return [part for part in outcome.parts if part is not None]
 
-    group = asyncio.run(ask())
-    assert group[0].token_ids.tolist() == group[3].token_ids.tolist()
-    for completion in group:
+    seeds = [7, 8, 9, 7]
+    rids = new_rids(8)
+    whole = asyncio.run(
+        ask([Ask(rid, [3, 9], 12, seed) for rid, seed in zip(rids, seeds, strict=False)])
+    )
+    assert whole[0].token_ids.tolist() == whole[3].token_ids.tolist()
+    for completion in whole:
         tokens = [3, 9, *completion.token_ids.tolist()]
         expected = reference_a.routing(tokens)[:-1].numpy()
         assert completion.routing is not None and (completion.routing == expected).all()
         assert completion.version_spans[-1].end == len(completion.token_ids)
+    known = [c.token_ids[:-1].tolist() for c in whole]
+    rows = [1 + len(tokens) for tokens in known]  # all that were fed before
+    last = asyncio.run(
+        ask(
+            [
+                Ask(rid, [3, 9, *tokens], 12 - len(tokens), seed, row)
+                for rid, tokens, seed, row in zip(rids[4:], known, seeds, rows, strict=True)
+            ]
+        )
+    )
+    for one, other in zip(last, whole, strict=True):
+        assert one.token_ids.tolist() == other.token_ids[-1:].tolist()
+        assert one.routing is not None and other.routing is not None
+        assert one.routing.tolist() == other.routing[-1:].tolist()
 
 
 @pytest.mark.parametrize("op", OPERATIONS)

@@ -2,13 +2,14 @@
 
 import asyncio
 import base64
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megarl.errors import ServerError
+from megarl.rollout.client import Answer
 from megarl.types import RoutingShape
 from tests.rollout.test_client import answering, change_meta
 
@@ -20,13 +21,15 @@ ALL = RoutingShape((E, E), topk=2, experts=256)
 
 
 def ask(ids: NDArray[Any] | None, shape: RoutingShape, raw: str | None = None) -> Any:
-    """The routing that a client takes from a server which reports ``ids``."""
+    """The routing that a client takes from a server which reports ``ids``, or what is wrong."""
     if ids is not None:
         raw = base64.b64encode(ids.astype("<i4").tobytes()).decode()
     odd = answering(change_meta(routed_experts=raw))
-    (completion,) = asyncio.run(odd.ask(n=1, routing=shape))
+    outcome = asyncio.run(odd.ask(n=1, routing=shape))
     assert odd.bodies[0]["return_routed_experts"] is True
-    return completion.routing
+    assert isinstance(outcome, Answer)
+    (completion,) = outcome.parts
+    return outcome.wrong if completion is None else completion.routing
 
 
 def choices(shape: RoutingShape, rows: int = ROWS) -> NDArray[Any]:
@@ -52,14 +55,14 @@ def test_dense_layers_are_left_out_whatever_is_reported_of_them(
 @pytest.mark.parametrize("layers", [1, 3, 5, 7, 12])
 def test_other_numbers_of_layers_are_refused_with_both(layers: int) -> None:
     ids = np.zeros((ROWS, layers, 2))
-    with pytest.raises(ServerError, match=rf"those of {layers} layers; .*\(4, 4, 2\), .* all 6"):
-        ask(ids, MIXED)
+    assert re.search(rf"those of {layers} layers; .*\(4, 4, 2\), .* all 6", ask(ids, MIXED))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_other_numbers_of_tokens_are_refused(rows: int) -> None:
-    with pytest.raises(ServerError, match=rf"found {rows * 4} routed experts, .*\(4, 2, 2\)"):
-        ask(choices(ALL, rows), ALL)
+    assert re.search(
+        rf"found {rows * 4} routed experts, .*\(4, 2, 2\)", ask(choices(ALL, rows), ALL)
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,8 +76,7 @@ def test_other_numbers_of_tokens_are_refused(rows: int) -> None:
 def test_what_no_router_chooses_is_refused(at: tuple[int, ...], value: int, words: str) -> None:
     ids = choices(ALL)
     ids[at] = value
-    with pytest.raises(ServerError, match=words):
-        ask(ids, ALL)
+    assert re.search(words, ask(ids, ALL))
 
 
 @pytest.mark.parametrize("raw", [None, "", "AAAAAA=="])
@@ -91,12 +93,13 @@ def test_an_aborted_response_need_not_have_been_routed(raw: str | None, count: i
             "meta_info": meta | {"routed_experts": raw},
         }
 
-    (completion,) = asyncio.run(answering(aborted).ask(n=1, routing=MIXED))
+    outcome = asyncio.run(answering(aborted).ask(n=1, routing=MIXED))
+    assert isinstance(outcome, Answer)
+    (completion,) = outcome.parts
+    assert completion is not None
     assert completion.finish == "abort" and completion.routing is None
 
 
 def test_a_server_that_does_not_report_is_an_error() -> None:
-    with pytest.raises(ServerError, match="found no routed_experts"):
-        ask(None, ALL)
-    with pytest.raises(ServerError, match="do not decode"):
-        ask(None, ALL, raw="no base64!")
+    assert re.search("found no routed_experts", ask(None, ALL))
+    assert re.search("do not decode", ask(None, ALL, raw="no base64!"))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl import __version__
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rollout.process import lives, read_or_make_key
@@ -33,6 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         good = self.headers["Authorization"] == f"Bearer {key}"
         self.send_response(200 if good else 401)
         self.end_headers()
+        self.wfile.write(json.dumps({"version": "0.5.23", "weight_version": "0"}).encode())
 http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
 
@@ -76,10 +78,14 @@ def test_a_server_that_dies_is_reported_with_its_cause(model_a: Path, tmp_path: 
     server = fleet.managed[0]
     with pytest.raises(ServerError, match=f"still runs \\(pid {server.process.pid}\\)"):
         start_fleet(server_section(), run_dir=run, model=model_a, dtype="fp32", on_death=deaths)
+    (member,) = fleet.members()
     assert json.loads(run.server(0).read_text()) == {
-        "url": fleet.urls[0],
+        "url": member.url,
         "pid": server.process.pid,
         "host": os.uname().nodename,
+        "boot": member.boot,
+        "ranks": 1,
+        "version": f"megarl-embedded {__version__}",
     }
     assert run.key.stat().st_mode & 0o777 == 0o600
     cmdline = Path(f"/proc/{server.process.pid}/cmdline").read_text()
@@ -88,6 +94,8 @@ def test_a_server_that_dies_is_reported_with_its_cause(model_a: Path, tmp_path: 
     death = deaths.wait()
     assert death.name == "server 0" and death.cause.startswith("signal SIGKILL")
     assert "megarl serve: http://127.0.0.1:" in death.cause  # the end of its log
+    assert fleet.members() == [] and not run.server(0).exists()
+    assert fleet.trouble() and death.cause in fleet.trouble()
     fleet.close()
     assert len(deaths.seen) == 1
 

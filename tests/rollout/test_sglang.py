@@ -6,20 +6,23 @@ import pytest
 import torch
 
 from megarl.ops import digest
-from megarl.rollout.collect import CollectSettings, RolloutCollector
+from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
 from megarl.sync.stream import bucketize
-from megarl.types import Prompt, RoutingShape, VersionSpan
+from megarl.types import GroupRequest, Member, Prompt, RoutingShape, Sampling, VersionSpan
 from tests.rollout.conftest import (
     CONTEXT,
+    EOS,
     EXPERTS,
     LAYERS,
     TOP_K,
+    VOCAB,
     Reference,
     Server,
     server_section,
 )
+from tests.rollout.spelling import write_tokenizer
 from tests.rollout.test_server_weights import Sender
 from tests.sglang.server import SUPPORT, VENV, require_sglang
 
@@ -29,7 +32,29 @@ ARGUMENTS = (
     "--cuda-graph-backend-prefill disabled --max-total-tokens 4096 --max-running-requests 8 "
     "--enable-return-routed-experts --skip-server-warmup --sleep-on-idle"
 )
-PROMPTS = [Prompt(f"p{i}", (3 + i, 5, 7), {}) for i in range(4)]
+PROMPTS = [Prompt(f"p{i}", (3 + i, 5, 7), {"reward": 1.0}) for i in range(4)]
+
+
+def check(collector: Collector, reference: Reference, version: int) -> None:
+    """Samples of every prompt are what the reference would have sampled under ``version``."""
+    collector.issue(
+        [
+            GroupRequest(10 * version + i, version, p, (2 * i, 2 * i + 1), Sampling(1.0, 8))
+            for i, p in enumerate(PROMPTS)
+        ]
+    )
+    collector.wait(len(PROMPTS), 120.0)
+    outcomes = collector.take()
+    assert len(outcomes) == len(PROMPTS) and not any(o.failed for o in outcomes), outcomes
+    for sample in (s for o in outcomes for s in o.samples):
+        tokens = sample.tokens.tolist()
+        expected = reference.logprobs(tokens)[2:]
+        got = torch.from_numpy(sample.rollout_logprobs[3:])
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        assert sample.version_spans == (VersionSpan(version, 0, len(tokens) - 3, "server 0"),)
+        assert sample.routing is not None
+        chosen = torch.from_numpy(sample.routing).sort(-1).values
+        assert torch.equal(chosen, reference.routing(tokens)[:-1].sort(-1).values.int())
 
 
 @pytest.mark.sglang
@@ -63,23 +88,18 @@ def test_sglang_is_started_asked_updated_and_ended(
     )
     log = fleet.managed[0].log_file.read_text()
     assert fleet.key not in log and "***" in log  # it logs its arguments
-    settings = CollectSettings(
-        2, 1.0, 0, 60.0, routing=RoutingShape((True,) * LAYERS, TOP_K, EXPERTS)
+    settings = CollectorSettings(
+        hf=write_tokenizer(tmp_path / "tokenizer", VOCAB, EOS),
+        eos_ids=(EOS,),
+        reward="import:tests.rollout.rewards:as_told",
+        key_file=RunDir(tmp_path).key,
+        log_file=tmp_path / "collector_0.log",
+        routing=RoutingShape((True,) * LAYERS, TOP_K, EXPERTS),
     )
-    collector = RolloutCollector(fleet.urls, fleet.key, settings, decode=str, reward=lambda *_: 1.0)
+    collector = Collector(settings)
+    collector.serve_from([Member("server 0", fleet.urls[0], "1")])
 
-    def check(reference: Reference, version: int) -> None:
-        for sample in collector.collect(PROMPTS, version, 8).samples:
-            tokens = sample.tokens.tolist()
-            expected = reference.logprobs(tokens)[2:]
-            got = torch.from_numpy(sample.rollout_logprobs[3:])
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
-            assert sample.version_spans == (VersionSpan(version, 0, len(tokens) - 3),)
-            assert sample.routing is not None
-            chosen = torch.from_numpy(sample.routing).sort(-1).values
-            assert torch.equal(chosen, reference.routing(tokens)[:-1].sort(-1).values.int())
-
-    check(reference_a, 0)
+    check(collector, reference_a, 0)
     with Sender(Server(fleet.urls[0], fleet.key, model_a), model_b, None) as sender:
         sender.control.control("begin", {}, 60)
         for bucket in bucketize(sender.weights.items(), 100_000):
@@ -87,7 +107,7 @@ def test_sglang_is_started_asked_updated_and_ended(
         digests = sender.control.control("digest", {}, 60)["digests"]
         assert digests == {name: digest(t) for name, t in sender.weights.items()}
         sender.control.control("commit", {"version": 5}, 60)
-    check(reference_b, 5)
+    check(collector, reference_b, 5)
     collector.close()
     fleet.close()
     assert deaths == []

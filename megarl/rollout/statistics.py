@@ -1,0 +1,38 @@
+"""What is told of samples: sums and counts, so that collectors' metrics add up."""
+
+import math
+from collections.abc import Sequence
+
+from megarl.types import Known, Max, Mean, Metric, StepMetrics, Sum
+
+
+def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
+    count = len(samples)
+    lengths = [sample.trained_tokens for sample in samples]
+    return [
+        Metric(f"{area}/reward", Mean(sum(s.reward for s in samples), count)),
+        Metric(f"{area}/accuracy", Mean(sum(s.correct for s in samples), count)),
+        Metric(f"{area}/truncated", Mean(sum(s.truncated for s in samples), count)),
+        Metric(f"{area}/response_length", Mean(sum(lengths), count)),
+        Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
+        Metric(f"{area}/tokens", Sum(sum(s.length for s in samples))),
+        Metric(f"{area}/samples", Sum(count)),
+    ]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The chance that one of k of the samples is right, drawn without replacement: 1 - C(n - c, k)
+    / C(n, k) (arXiv:2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def component_metrics(samples: Sequence[Known], names: Sequence[str], area: str) -> StepMetrics:
+    """Means of the reward's components; of a reward that has only one, nothing beyond the whole."""
+    count = len(samples)
+    if len(names) < 2:
+        return []
+    return [
+        Metric(f"{area}/reward/{name}", Mean(sum(float(s.rewards[i]) for s in samples), count))
+        for i, name in enumerate(names)
+    ]

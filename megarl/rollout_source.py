@@ -1,0 +1,266 @@
+"""``run.mode: rl``: prompts to the rollout servers, answers back, new weights over after every
+update.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.books import Books
+from megarl.collection import Collection
+from megarl.config.failures import on_failure
+from megarl.config.schema import Config
+from megarl.curriculum import LengthCurriculum
+from megarl.data.exchange import Collected
+from megarl.data.prompts import PromptStream, load_prompts
+from megarl.data.recorded import recorded_path, write_samples
+from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import ServerError
+from megarl.evaluation import Evaluations
+from megarl.hostcomm import agree, any_rank
+from megarl.monitor.samples import SampleText
+from megarl.rollout.addresses import server_address
+from megarl.rollout.collector import Collector, CollectorSettings
+from megarl.rollout.collector_restart import RestartingCollector
+from megarl.rollout.control import ServerControl
+from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
+from megarl.rollout.process import read_key
+from megarl.schedule import SCHEDULES, CollectionSettings
+from megarl.servers import Servers
+from megarl.sources import Surroundings, held_here, replayed
+from megarl.sync.broadcast import BroadcastTransport
+from megarl.types import Max, Member, Metric, Prompt, StepMetrics
+
+log = logging.getLogger(__name__)
+
+
+class RolloutSource:
+    """Its collectors are the leaders of nodes; its servers are kept by rank 0."""
+
+    def __init__(self, run: Surroundings) -> None:
+        config, parallel = run.config, run.parallel
+        self.run, self.config, self.parallel = run, config, parallel
+        self.collectors = run.nodes.leaders
+        self.routing = replayed(run)
+        self.key_file = config.rollout.key_file or run.rundir.key
+        self.collector = self._start_collector()
+        self.tokenizer = load_tokenizer(config.model.hf, run.actor.spec.eos_ids)
+        assert config.data.prompts is not None, "checked by validate()"
+        self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
+        self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
+        self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
+        self.fleet = self._start_fleet()
+        self.transport = self._transport()
+        self.servers = Servers(
+            self.transport,
+            parallel.host,
+            sink=self._sink,
+            fleet=self.fleet,
+            collector=self.collector,
+            start_timeout_s=config.rollout.start_timeout_s,
+        )
+        self.collection = Collection(
+            self.stream,
+            self.collector,
+            self.collectors,
+            parallel.host,
+            self.servers,
+            Books(run.rundir.books if parallel.rank == 0 else None, config.data.samples_per_prompt),
+            collection_settings(config),
+        )
+        self.lengths = LengthCurriculum(config.rollout.stages)
+
+    def start(self, step: int) -> StepMetrics:
+        self.servers.require()
+        metrics = self.servers.push(step)
+        if self.routing is not None:
+            self._probe_routing()
+        return metrics + self.evaluate(step) if step == 0 else metrics
+
+    def take(self, step: int) -> tuple[list[Collected], StepMetrics]:
+        limit = self.lengths.max_new_tokens
+        self.collection.max_new_tokens = limit
+        taken = self.collection.take(step)
+        self.lengths.update(step, taken.accuracy)
+        if (longer := self.lengths.max_new_tokens) != limit:
+            log.info("after step %d responses may have %d tokens", step, longer)
+        if self.config.monitor.record_rollouts:
+            self._record(taken.samples, step)
+        return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
+
+    def updated(self, step: int) -> StepMetrics:
+        stop, host = self.run.stop, self.parallel.host
+        self.collection.before_push(step, stopping=lambda: any_rank(stop.requested, host))
+        return self.servers.push(step)
+
+    def evaluate(self, step: int) -> StepMetrics:
+        """What ``Evaluations`` of it are due."""
+        return self.evaluations.run(self.collector, step)
+
+    def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
+        return [
+            SampleText.of(s, step, self.tokenizer.decode, self.answers.get(s.prompt_id, ""))
+            for s in held_here(samples)[:count]
+        ]
+
+    def state(self) -> dict[str, Any]:
+        state = {**self.stream.state(), "collection": self.collection.state()}
+        if self.config.rollout.length_stages:
+            state["lengths"] = self.lengths.state()
+        return state
+
+    def write(self, folder: Path, step: int) -> None:
+        self.collection.write_ready(folder, step)
+
+    def load_state(self, state: dict[str, Any], folder: Path, step: int) -> None:
+        self.stream.load_state(state)
+        if "collection" in state:  # older ones have none
+            self.collection.load_state(state["collection"], folder, step)
+        if self.config.rollout.length_stages and "lengths" in state:
+            self.lengths.load_state(state["lengths"])
+
+    def finish(self, step: int) -> None:
+        self.collection.finish(step)
+
+    def close(self) -> None:
+        self.transport.close()
+        if self.collector is not None:
+            self.collector.close()
+        if self.fleet is not None:
+            self.fleet.close()
+
+    def _prompts(self, path: Path) -> list[Prompt]:
+        rollout, ev = self.config.rollout, self.config.eval
+        longest = max(rollout.longest_response, ev.max_new_tokens if ev.every else 0)
+        return load_prompts(path, self.tokenizer, rollout.context_length - longest)
+
+    def _start_collector(self) -> RestartingCollector | None:
+        """At once: its process imports while the rest is built."""
+        rank, config = self.parallel.rank, self.config
+        if rank not in self.collectors:
+            return None
+        rollout, rundir = config.rollout, self.run.rundir
+        settings = CollectorSettings(
+            hf=config.model.hf,
+            eos_ids=self.run.actor.spec.eos_ids,
+            reward=config.data.reward,
+            key_file=self.key_file,
+            log_file=rundir.logs / f"collector_{rank}.log",
+            partial=rollout.partial,
+            mask_continued=rollout.mask_continued,
+            max_attempts=rollout.max_attempts,
+            max_in_flight=rollout.max_in_flight,
+            request_timeout_s=rollout.request_timeout_s,
+            routing=self.routing,
+            seed=config.run.seed,
+        )
+        restarts = on_failure(config.on_failure, "collectors", os.environ) == "restart"
+        return RestartingCollector(
+            partial(Collector, settings), config.on_failure.max_restarts if restarts else 0
+        )
+
+    def _start_fleet(self) -> Fleet | None:
+        """Servers are started by rank 0, on its node, and end with it."""
+        fleet, error = None, None
+        if self.parallel.rank == 0:
+            failures = self.config.on_failure
+            try:
+                fleet = start_fleet(
+                    self.config.rollout,
+                    run_dir=self.run.rundir,
+                    model=self.config.model.hf,
+                    dtype=self.config.precision.dtype,
+                    on_death=self._died,
+                    host=server_address(self.run.job),
+                    routing=self.routing is not None,
+                    on_failure=on_failure(failures, "servers", os.environ),
+                    max_restarts=failures.max_restarts,
+                )
+                self.run.stop.on_end(fleet.close)
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "starting the rollout servers")
+        return fleet
+
+    def _transport(self) -> BroadcastTransport:
+        mesh, sync = self.parallel.mesh, self.config.sync
+        return BroadcastTransport(
+            source=self.run.actor.weights(),
+            rank=self.parallel.rank,
+            stage=self.parallel.at.pp,
+            senders=[mesh.sender(stage) for stage in range(mesh.pp)],
+            host=self.parallel.host,
+            backend=_backend(self.config),
+            max_bytes=int(sync.bucket_mb * 2**20),
+            timeout_s=sync.timeout_s,
+            pause_mode=self.config.rollout.pause_mode,
+        )
+
+    def _sink(self, member: Member) -> ServerControl:
+        return ServerControl(
+            member.url,
+            read_key(self.key_file),
+            member.name,
+            ranks=member.ranks,
+            boot=member.boot,
+            version=member.version,
+        )
+
+    def _probe_routing(self) -> None:
+        """A server that does not say what experts it chose is found before the first step."""
+        error: Exception | None = None
+        if self.collector is not None:
+            try:
+                self.collector.probe_routing(self.stream.items[0].token_ids)
+            except Exception as e:
+                error = e
+        agree(error, self.parallel.host, "asking the rollout servers for routed experts")
+
+    def _died(self, death: ServerDeath) -> None:
+        """Called from the fleet's watcher: nothing more can be sampled, and a collective may be
+        waiting.
+        """
+        stop = self.run.stop
+        self.run.rundir.record_error(self.parallel.rank, stop.where, ServerError(str(death)))
+        stop.fail(1, delay_s=3.0)
+
+    def _record(self, samples: Sequence[Collected], step: int) -> None:
+        """Every collector writes what it holds."""
+        error: Exception | None = None
+        if self.parallel.rank in self.collectors:
+            part = self.collectors.index(self.parallel.rank)
+            path = recorded_path(self.run.rundir.rollouts, step, part, len(self.collectors))
+            try:
+                write_samples(path, held_here(samples))
+            except OSError as e:
+                error = e
+        agree(error, self.parallel.host, "recording rollouts")
+
+
+def _backend(config: Config) -> str:
+    """NCCL needs a device per member; a server that we start shares its device with rank 0."""
+    if config.sync.backend != "auto":
+        return config.sync.backend
+    elsewhere = config.rollout.urls or config.rollout.discover
+    return "nccl" if torch.cuda.is_available() and elsewhere else "gloo"
+
+
+def collection_settings(config: Config) -> CollectionSettings:
+    rollout, data, sampling = config.rollout, config.data, config.algo.dynamic_sampling
+    return CollectionSettings(
+        prompts_per_step=data.prompts_per_step,
+        samples_per_prompt=data.samples_per_prompt,
+        steps=config.run.steps,
+        temperature=rollout.temperature,
+        seed=config.run.seed,
+        schedule=SCHEDULES[rollout.schedule],
+        max_staleness=rollout.staleness,
+        over_sampling=rollout.over_sampling,
+        max_rounds=sampling.max_rounds if sampling else None,
+        tolerant=on_failure(config.on_failure, "servers", os.environ) == "restart",
+    )

@@ -1,0 +1,97 @@
+"""Servers and collectors that are killed and hung while a run samples and syncs cost it time, and
+nothing else.
+"""
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.books import Balance, read_books
+from tests.e2e.chaos import Chaos
+from tests.e2e.conftest import Inputs, Launch
+
+pytestmark = pytest.mark.dist
+
+Start = Callable[..., Launch]
+
+FLEET = [
+    "rollout.servers=2",
+    "rollout.max_running=64",
+    "rollout.probe_every_s=1",
+    "rollout.probe_timeout_s=4",
+    "on_failure={servers: restart, collectors: restart, max_restarts: 100}",
+    "eval.every=0",
+    "sync.timeout_s=20",
+    "data.samples_per_prompt=4",
+]
+
+
+def books_of(run: Launch, steps: int, groups: int) -> Balance:
+    """They balance, every step trained whole groups, and every id is there once."""
+    balance = read_books(run.run / "books.jsonl")
+    assert balance.balanced, balance.out
+    everything = Counter(s for serials in balance.ended.values() for s in serials)
+    assert set(everything.values()) == {1}
+    assert sorted(everything) == list(range(len(everything)))
+    assert len(balance.ended["trained"]) == steps * groups
+    metrics = run.metrics()
+    assert [m["step"] for m in metrics] == list(range(steps + 1))
+    for m in metrics[1:]:
+        assert np.isfinite(m["optim/grad_norm"]) and m["optim/grad_norm"] > 0
+    return balance
+
+
+def assert_no_token_lies(metrics: list[dict[str, Any]]) -> None:
+    """Samples of one version are the trainer's, to rounding: no server sampled by other weights."""
+    for m in metrics[1:]:
+        if m["staleness/max"] == 0:
+            assert m["mismatch/max_abs_logprob_diff"] < 2e-5, m
+        assert m.get("servers/drifting", 0) == 0, m
+
+
+def test_a_run_outlives_servers_killed_in_flight_and_in_a_push(
+    launch: Start, inputs: Inputs, tmp_path: Path
+) -> None:
+    settings = ["run.steps=8", "rollout.max_new_tokens=20", "eval.max_new_tokens=20"]
+    run = launch(inputs.rl(tmp_path / "run", *settings, *FLEET))
+    run.wait_for_steps()
+    chaos = Chaos(run, random.Random(1), (0.0, 0.2), {"kill in flight": 1})
+    chaos.rage(120, most=1)
+    Chaos(run, random.Random(2), (0.0, 0.2), {"kill syncing": 1}).rage(120, most=1)
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    balance = books_of(run, 8, 8)
+    assert not balance.ended["failed"]
+    assert_no_token_lies(run.metrics())
+    assert chaos.deeds == ["kill in flight"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off", "asynchronous"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_chaos_for_the_length_of_a_run(
+    launch: Start, inputs: Inputs, tmp_path: Path, schedule: str, seed: int
+) -> None:
+    kinds = {"kill in flight": 4, "kill syncing": 3, "hang": 2, "kill all": 1, "kill collector": 2}
+    steps = 40
+    settings = [f"run.steps={steps}", f"rollout.schedule={schedule}", *FLEET]
+    run = launch(inputs.rl(tmp_path / "run", *settings))
+    run.wait_for_steps()
+    chaos = Chaos(run, random.Random(seed), (0.0, 4.0), kinds)
+    chaos.rage(900)
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    balance = books_of(run, steps, 8)
+    assert_no_token_lies(run.metrics())
+    print(
+        json.dumps(
+            {"deeds": Counter(chaos.deeds), "books": {k: len(v) for k, v in balance.ended.items()}}
+        )
+    )
+    assert len(set(chaos.deeds)) >= 3

@@ -1,0 +1,258 @@
+"""Servers that run by themselves: named in rollout.urls, or started by `megarl servers`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ServerError
+from megarl.rollout import keeper
+from megarl.rollout.fleet import Fleet
+from megarl.rollout.process import lives, read_or_make_key
+from megarl.types import Member
+from tests.config.cases import MOE
+from tests.rollout.fleets import Site, back, until
+
+PORT = iter(range(18400, 18500))
+
+
+class External:
+    """A server that somebody else has started, at one address for good."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.port = site, next(PORT)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key_file = site.program.parent / "external.key"
+        key = read_or_make_key(self.key_file)
+        self.config = site.program.parent / "external.yaml"
+        self.config.write_text(json.dumps({"api-key": key}))
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, str(self.site.program), "--config", str(self.config)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(command)
+
+    def end(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def fleet(self, restarts: int | None = 3, **changes: object) -> object:
+        return self.site.fleet(
+            restarts=restarts, urls=(self.url,), key_file=self.key_file, **changes
+        )
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setattr(keeper, "_BACK_OFF_S", (0.1, 0.4))
+    return Site(tmp_path)
+
+
+@pytest.fixture
+def external(site: Site) -> Iterator[External]:
+    server = External(site)
+    yield server
+    server.end()
+
+
+def only(fleet: Fleet) -> Member:
+    (member,) = fleet.members()
+    return member
+
+
+def test_a_named_server_is_a_member_while_it_answers(external: External) -> None:
+    with external.fleet() as fleet:
+        old = only(fleet)
+        assert old.name == old.url == external.url
+        external.end()
+        until(lambda: fleet.members() == [])
+        assert fleet.trouble() is None and external.site.deaths == []
+        external.start()
+        assert back(fleet, old).url == external.url
+        assert fleet.events.get("restarts") is None  # nothing of ours
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_named_server_that_was_restarted_between_two_probes_is_another(
+    external: External, marked: bool
+) -> None:
+    """By what `/server_info` says of its start, else by weights that went back."""
+    if not marked:
+        external.site.tell("info.json", json.dumps({"startup_time": None, "weight_version": "7"}))
+    with external.fleet(probe_every_s=0.5) as fleet:
+        old = only(fleet)
+        time.sleep(0.7)
+        assert only(fleet) == old
+        if marked:
+            external.end()
+            external.start()
+        else:
+            told = {"startup_time": None, "weight_version": "0"}
+            external.site.tell("info.json", json.dumps(told))
+        assert back(fleet, old) and fleet.events.get("hung") is None
+
+
+def test_under_stop_a_named_server_that_fails_ends_the_run(external: External) -> None:
+    with external.fleet(restarts=None) as fleet:
+        external.end()
+        (death,) = until(lambda: external.site.deaths)
+        assert death.name == external.url and fleet.members() == []
+
+
+def test_a_version_that_nobody_has_tried_is_refused_at_the_start(external: External) -> None:
+    for version in ("0.4.9.post2", "0.6.0", "", "9.9.9"):
+        external.site.tell("info.json", json.dumps({"version": version}))
+        with (
+            pytest.raises(ServerError, match=r"sglang .*supported: .*sglang 0.5.21 to 0.5.23"),
+            external.fleet(start_timeout_s=0.6),
+        ):
+            pass
+
+
+def test_a_named_server_that_was_given_up_gets_another_chance_as_another(
+    external: External,
+) -> None:
+    with external.fleet() as fleet:
+        old = only(fleet)
+        fleet.give_up(old, "it does not hold the weights that were sent")
+        assert fleet.members() == [] and back(fleet, old)
+        assert fleet.events == {"given_up": 1}
+
+
+@contextmanager
+def supervisor(site: Site, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """`megarl servers` of the stand-in, which reads no model."""
+    model = site.program.parent / "model"
+    (model / "megatron").mkdir(parents=True, exist_ok=True)
+    site.run.root.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MOE))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "prompts.jsonl").write_text('{"id": "a", "prompt": "b"}\n')
+    settings = [
+        *(f"run.dir={site.run.root}", "run.steps=1", f"model.hf={model}", "optim.lr=1e-4"),
+        *(f"model.load={model}", "algo.policy.name=gspo", f"data.prompts={model}/prompts.jsonl"),
+        *("rollout.engine=sglang", f"rollout.server_command=[{sys.executable}, {site.program}]"),
+        *("rollout.probe_every_s=0.1", "rollout.probe_timeout_s=0.4", "rollout.discover=true"),
+    ]
+    command = [sys.executable, "-m", "megarl.cli", "servers", *settings, *overrides]
+    log = site.run.root / "supervisor.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stderr=output, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        assert process.wait(20) is not None
+
+
+def told(site: Site) -> dict[str, dict[str, object]]:
+    return {f.stem: json.loads(f.read_text()) for f in site.run.root.glob("server_*.json")}
+
+
+def test_servers_of_a_supervisor_are_found_restarted_and_outlive_a_trainer(
+    site: Site,
+) -> None:
+    host = os.uname().nodename
+    with supervisor(site, "rollout.servers=2") as process:
+        with site.fleet(discover=True) as fleet:
+            until(lambda: len(fleet.members()) == 2)
+            members = fleet.members()
+            assert {m.name for m in members} == {f"server {host}-0", f"server {host}-1"}
+            pids = {name: int(str(entry["pid"])) for name, entry in told(site).items()}
+            assert set(pids) == {f"server_{host}-0", f"server_{host}-1"}
+            os.kill(pids[f"server_{host}-0"], signal.SIGKILL)
+            old = next(m for m in members if m.name.endswith("-0"))
+            new = back(fleet, old)
+            assert new.boot == told(site)[f"server_{host}-0"]["boot"]
+            other = next(m for m in members if m != old)
+            assert other in fleet.members()
+
+            fleet.give_up(other, "half of a weight")  # the supervisor starts another
+            back(fleet, other)
+            until(lambda: not lives(pids[f"server_{host}-1"]))
+            assert (
+                "given up: a trainer asked for it: half of a weight"
+                in (site.run.root / "supervisor.log").read_text()
+            )
+        alive = [int(str(entry["pid"])) for entry in told(site).values()]
+        assert len(alive) == 2 and all(map(lives, alive))  # the trainer's fleet is closed
+        process.terminate()
+        assert process.wait(10) == 0
+        assert not any(map(lives, alive)) and told(site) == {}
+
+
+def test_a_supervisor_probes_nobody_while_a_trainer_holds(site: Site) -> None:
+    with supervisor(site), site.fleet(discover=True) as fleet:
+        members = fleet.members()
+        with fleet.hold():
+            time.sleep(1.0)  # the supervisor looks every half second
+            site.tell("hang")
+            time.sleep(2.0)
+            site.take_back("hang")
+        time.sleep(1.0)
+        assert fleet.members() == members
+        assert "failed" not in (site.run.root / "supervisor.log").read_text()
+
+
+def test_files_that_tell_of_nobody_are_ignored_with_one_warning(
+    site: Site, external: External, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = site.run.root
+    root.mkdir(parents=True)
+    good = {"url": external.url, "boot": "b1", "ranks": 1}
+    (root / "server_a.json").write_text(json.dumps(good))
+    (root / "server_b.json").write_text(json.dumps(good | {"url": "http://127.0.0.1:9"}))
+    (root / "server_c.json").write_text("{")
+    (root / "server_d.json").write_text(json.dumps(good | {"ranks": "2"}))
+    (root / "server_e.json").write_text("[1]")
+    site.run.key.write_bytes(external.key_file.read_bytes())
+    site.run.key.chmod(0o600)
+    with site.fleet(discover=True) as fleet:
+        member = only(fleet)
+        assert (member.name, member.boot) == ("server a", "b1")
+        time.sleep(2.5)
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+        for name in "cde":
+            assert len([w for w in warnings if f"server_{name}.json" in w]) == 1
+        assert len([w for w in warnings if "server b" in w]) == 1
+        (root / "server_a.json").write_text(json.dumps(good | {"boot": "b2"}))
+        assert back(fleet, member).boot == "b2"
+        (root / "server_a.json").unlink()
+        until(lambda: fleet.members() == [])
+        assert fleet.trouble() is None
+
+
+def test_without_a_supervisor_the_start_says_what_is_missing(site: Site) -> None:
+    with (
+        pytest.raises(ServerError, match=r"server_\*\.json within 1 s .*`megarl servers`"),
+        site.fleet(discover=True, start_timeout_s=1),
+    ):
+        pass
+
+
+def test_a_supervisor_ends_with_its_parent_and_says_when_nothing_is_left(
+    site: Site,
+) -> None:
+    parent = subprocess.Popen(["sleep", "300"])
+    command = f"--parent-pid={parent.pid}"
+    with supervisor(site, command) as process:
+        until(lambda: told(site), 20)
+        (entry,) = told(site).values()
+        parent.kill()
+        parent.wait()
+        assert process.wait(10) == 0 and not lives(int(str(entry["pid"])))
+    site.tell("fail")
+    with supervisor(site, "on_failure.max_restarts=0") as process:
+        assert process.wait(20) == 1
+    assert "exit code 7" in (site.run.root / "supervisor.log").read_text()

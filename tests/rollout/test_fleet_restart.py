@@ -1,0 +1,132 @@
+"""Servers that die, hang or are given up: noticed, ended, started again, and counted."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import ServerError
+from megarl.rollout import keeper
+from megarl.rollout.process import lives
+from tests.rollout.fleets import Site, back, until
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setattr(keeper, "_BACK_OFF_S", (0.1, 0.4))
+    monkeypatch.setattr(keeper, "_GENEROUS", 1)
+    return Site(tmp_path)
+
+
+def test_several_servers_are_started_and_one_that_dies_is_started_again(site: Site) -> None:
+    with site.fleet(servers=3) as fleet:
+        before = fleet.members()
+        assert [m.name for m in before] == ["server 0", "server 1", "server 2"]
+        assert len({m.url for m in before}) == len({m.boot for m in before}) == 3
+        assert {m.version for m in before} == {"sglang 0.5.23"}
+        os.kill(fleet.managed[1].process.pid, signal.SIGKILL)
+        until(lambda: len(fleet.members()) == 2, 2)  # at once, without a probe
+        assert not site.run.server(1).exists() or fleet.events.get("restarts") == 1
+        again = back(fleet, before[1])
+        assert [m.name for m in fleet.members()] == ["server 0", "server 1", "server 2"]
+        assert [fleet.members()[i] for i in (0, 2)] == [before[0], before[2]]
+        assert again.boot in site.run.server(1).read_text()
+        assert fleet.events == {"died": 1, "restarts": 1}
+        log = (site.run.logs / "server_1.log").read_text()
+        assert log.count("listening") == 2 and ": restart 1\n" in log  # appended, with a mark
+        assert site.deaths == [] and fleet.trouble() is None
+
+
+@pytest.mark.parametrize("how", ["hang", "refuse", "SIGSTOP"])
+def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
+    site: Site, how: str
+) -> None:
+    """Its process is there all the time, and `/health` would say 200."""
+    with site.fleet() as fleet:
+        (old,) = fleet.members()
+        pid = fleet.managed[0].process.pid
+        if how == "SIGSTOP":
+            os.killpg(pid, signal.SIGSTOP)
+        else:
+            site.tell(how)
+        until(lambda: fleet.events.get("hung"))
+        assert not lives(pid)
+        if how != "SIGSTOP":
+            site.take_back(how)
+        assert back(fleet, old).url and site.deaths == []
+
+
+def test_a_suspect_must_generate_a_token(site: Site) -> None:
+    """Its scheduler answers every health check, and no request."""
+    with site.fleet() as fleet:
+        (old,) = fleet.members()
+        site.tell("hang_generate")
+        time.sleep(1.0)
+        assert fleet.members() == [old]  # nobody has said anything against it
+        fleet.suspect(old, "two requests had no answer")
+        until(lambda: fleet.events.get("hung"))
+        site.take_back("hang_generate")
+        assert back(fleet, old)
+
+
+def test_under_stop_a_hung_server_is_ended_and_reported(site: Site) -> None:
+    with site.fleet(restarts=None) as fleet:
+        pid = fleet.managed[0].process.pid
+        site.tell("hang")
+        (death,) = until(lambda: site.deaths)
+        assert death.name == "server 0" and "hangs" in death.cause and "listening" in death.cause
+        assert not lives(pid) and fleet.members() == [] and "hangs" in str(fleet.trouble())
+        time.sleep(0.5)
+        assert len(site.deaths) == 1 and fleet.events == {"hung": 1}
+
+
+def test_nobody_is_probed_inside_a_hold(site: Site) -> None:
+    with site.fleet() as fleet:
+        members = fleet.members()
+        with fleet.hold():
+            site.tell("hang")
+            time.sleep(2.0)  # longer than two probes take
+            site.take_back("hang")
+        time.sleep(0.5)
+        assert fleet.members() == members and fleet.events == {}
+
+
+def test_a_server_that_was_given_up_comes_back_as_another(site: Site) -> None:
+    with site.fleet() as fleet:
+        (old,) = fleet.members()
+        pid = fleet.managed[0].process.pid
+        fleet.give_up(old, "its weights are broken")
+        assert fleet.members() == []  # from now on
+        assert back(fleet, old) and not lives(pid) and fleet.events["given_up"] == 1
+        fleet.give_up(old, "told late")  # of a process that is gone
+        time.sleep(0.3)
+        assert len(fleet.members()) == 1 and fleet.events["restarts"] == 1
+
+
+def test_after_the_last_restart_it_is_said_what_each_died_of(site: Site) -> None:
+    with site.fleet(servers=2, restarts=2) as fleet:
+        site.tell("fail")
+        for server in fleet.managed:
+            assert fleet.trouble() is None
+            os.kill(server.process.pid, signal.SIGKILL)
+        trouble = until(fleet.trouble, 20)
+        for name in ("server 0", "server 1"):
+            assert f"{name}: {name} did not start: exit code 7" in trouble
+        assert trouble.count("cannot start today") == 2 and site.deaths == []
+        assert fleet.events == {"died": 2, "restarts": 4} and fleet.members() == []
+
+
+def test_one_of_several_that_does_not_start_does_not_keep_the_others(site: Site) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with site.fleet(servers=2, port=port - 1, restarts=1) as fleet:
+            until(lambda: fleet.events.get("restarts"))
+            assert [m.name for m in fleet.members()] == ["server 0"] and fleet.trouble() is None
+        with (
+            pytest.raises(ServerError, match="server 1 did not start"),
+            site.fleet(servers=2, port=port - 1, restarts=None),
+        ):
+            pass

@@ -1,0 +1,409 @@
+"""From a group's request to whole responses, whatever servers do meanwhile."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megarl.rollout.client import RolloutClient
+from megarl.rollout.pool import Pool
+from megarl.rollout.sampler import Partial, Rules, Sampled, sample_group
+from megarl.types import GroupRequest, Member, Prompt, Sampling, VersionSpan
+from tests.rollout.scripted import SHAPE, Server, logprob_of, respond, routing_of
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.sampler._BACK_OFF_S", 0.005)
+    monkeypatch.setattr("megarl.rollout.pool._PAUSE_S", 0.01)
+
+
+PROMPT = Prompt("p", (5, 6, 7), {})
+SEEDS = (11, 12, 13, 14)
+BUDGET = 10
+
+
+def request(serial: int = 0, seeds: tuple[int, ...] = SEEDS, budget: int = BUDGET) -> GroupRequest:
+    return GroupRequest(serial, 1, PROMPT, seeds, Sampling(1.0, budget))
+
+
+def rules(partial: Partial = "continue", attempts: int = 5, *, routed: bool = True) -> Rules:
+    return Rules(partial, attempts, SHAPE if routed else None)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(*servers: Server, timeout_s: float = 5.0, **options: Any) -> Any:
+    """A pool of running servers; ``pool.suspects`` is what it says of them."""
+    suspects: list[tuple[Member, str]] = []
+
+    def connect(member: Member) -> RolloutClient:
+        return RolloutClient(member.url, "key", timeout_s)
+
+    async with contextlib.AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server.running())
+        pool = Pool(connect, lambda m, reason: suspects.append((m, reason)), **options)
+        pool.suspects = suspects  # type: ignore[attr-defined]
+        pool.serve_from([server.member for server in servers])
+        yield pool
+        await pool.close()
+
+
+def sampled(
+    *servers: Server,
+    asked: GroupRequest | None = None,
+    by: Rules | None = None,
+    **options: Any,
+) -> Sampled:
+    async def run() -> Sampled:
+        async with pool_of(*servers, **options) as pool:
+            return await sample_group(asked or request(), pool, by or rules())
+
+    return asyncio.run(run())
+
+
+def check_whole(found: Sampled, asked: GroupRequest, *, routed: bool = True) -> None:
+    """Token for token what the formula says, whatever happened on the way."""
+    assert (found.failed, found.discarded) == ("", False)
+    assert len(found.completions) == len(asked.seeds)
+    prompt = list(asked.prompt.token_ids)
+    for seed, completion in zip(asked.seeds, found.completions, strict=True):
+        tokens, finish = respond(len(prompt), seed, asked.sampling.max_new_tokens)
+        assert (completion.token_ids.tolist(), completion.finish) == (tokens, finish)
+        assert completion.logprobs.tolist() == [logprob_of(t) for t in tokens]
+        assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+        bounds = [s.start for s in completion.version_spans] + [len(tokens)]
+        assert bounds[0] == 0 and bounds[1:] == [s.end for s in completion.version_spans]
+        if routed:
+            assert completion.routing is not None
+            np.testing.assert_array_equal(completion.routing, routing_of([*prompt, *tokens]))
+            assert completion.routing.dtype == np.uint16
+        else:
+            assert completion.routing is None
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_a_group_is_one_request(routed: bool) -> None:
+    server = Server(version=3)
+    found = sampled(server, by=rules(routed=routed))
+    check_whole(found, request(), routed=routed)
+    (body,) = server.bodies
+    assert body["input_ids"] == [[5, 6, 7]] * 4
+    assert [p["sampling_seed"] for p in body["sampling_params"]] == list(SEEDS)
+    assert {p["max_new_tokens"] for p in body["sampling_params"]} == {BUDGET}
+    assert ("return_routed_experts" in body) == routed
+    assert found.attempts == 1 and server.keys == {"Bearer key"}
+    assert found.tokens == sum(len(c.token_ids) for c in found.completions)
+    for completion in found.completions:
+        count = len(completion.token_ids)
+        assert completion.version_spans == (VersionSpan(3, 0, count, "server 0"),)
+
+
+# --- continued, restarted, discarded --------------------------------------------------------------
+
+
+def interrupting(*limits: int) -> Server:
+    """Aborts every response of its first requests after so many tokens."""
+    left = list(limits)
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        return server.replies(body, left.pop(0) if left else None)
+
+    return Server(script=script)
+
+
+PARTS = [(7,), (4,), (1, 1, 1), (0, 3), (3, 0, 0, 2), (9,), (5, 4)]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_a_continued_response_is_the_one_that_was_never_interrupted(parts: tuple[int, ...]) -> None:
+    """Tokens, log-probs, and rows of routing: one for every token but the last."""
+    server = interrupting(*parts)
+    found = sampled(server)
+    check_whole(found, request())
+    assert found.attempts == 1
+    assert found.tokens == sum(len(c.token_ids) for c in found.completions)
+    for body in server.bodies:
+        for ids, params in zip(body["input_ids"], body["sampling_params"], strict=True):
+            assert params["max_new_tokens"] == BUDGET - (len(ids) - 3)
+    rids = [rid for body in server.bodies for rid in body["rid"]]
+    assert len(set(rids)) == len(rids)
+    assert not any(a != b and b.startswith(a) for a in rids for b in rids)
+
+
+LONG = tuple(s for s in range(200) if len(respond(3, s, 20)[0]) == 20)[:3]  # do not end by 20
+
+
+@pytest.mark.parametrize(("parts", "budgets"), [((7,), [10, 3]), ((10,), [10]), ((3, 7), [10, 7])])
+def test_b8_a_budget_is_of_the_whole_response(parts: tuple[int, ...], budgets: list[int]) -> None:
+    """After 7 of 10 the request asks for 3; at 10 there is none, and the response is truncated."""
+    server = interrupting(*parts)
+    asked = request(seeds=LONG)
+    found = sampled(server, asked=asked)
+    check_whole(found, asked)
+    assert {c.finish for c in found.completions} == {"length"}
+    assert [b["sampling_params"][0]["max_new_tokens"] for b in server.bodies] == budgets
+
+
+@pytest.mark.parametrize("parts", [(7,), (9, 0), (0, 0, 0)])
+def test_b8_what_is_restarted_has_its_whole_budget_again(parts: tuple[int, ...]) -> None:
+    server = interrupting(*parts)
+    asked = request(seeds=LONG)
+    found = sampled(server, asked=asked, by=rules("restart"))
+    check_whole(found, asked)
+    assert {tuple(b["input_ids"][0]) for b in server.bodies} == {(5, 6, 7)}
+    assert {b["sampling_params"][0]["max_new_tokens"] for b in server.bodies} == {10}
+    assert found.tokens == len(LONG) * (sum(parts) + 10)
+
+
+@pytest.mark.parametrize("partial", ["continue", "restart", "discard"])
+def test_b8_what_is_aborted_at_the_end_of_its_budget_is_whole(partial: Partial) -> None:
+    server = interrupting(10)
+    asked = request(seeds=LONG)
+    check_whole(sampled(server, asked=asked, by=rules(partial)), asked)
+    assert len(server.bodies) == 1
+
+
+def test_what_had_ended_is_kept_whatever_happens_to_the_others() -> None:
+    server = interrupting(4)
+    short = [i for i, seed in enumerate(SEEDS) if len(respond(3, seed, BUDGET)[0]) <= 4]
+    others = len(SEEDS) - len(short)
+    assert short and others, "choose other seeds"
+    for partial in ("continue", "restart"):
+        server = interrupting(4)
+        check_whole(sampled(server, by=rules(partial)), request())
+        assert [len(body["rid"]) for body in server.bodies] == [len(SEEDS), others]
+
+
+def test_a_group_that_was_stopped_half_way_is_discarded_where_that_is_asked_for() -> None:
+    found = sampled(interrupting(4), by=rules("discard"))
+    assert found.discarded and found.completions == () and found.failed == ""
+    assert found.tokens == sum(min(4, len(respond(3, s, BUDGET)[0])) for s in SEEDS)
+    check_whole(sampled(interrupting(0), by=rules("discard")), request())  # it had not begun
+
+
+def test_rows_that_never_came_are_asked_for_with_the_next_part() -> None:
+    """A waiting response is aborted without routing; a running one with."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if len(server.bodies) > 2:
+            return None
+        replies = server.replies(body, 3)
+        if len(server.bodies) == 1:
+            for reply in replies[::2]:
+                reply["meta_info"]["routed_experts"] = None
+        return replies
+
+    server = Server(script=script)
+    asked = request(seeds=LONG)
+    check_whole(sampled(server, asked=asked), asked)
+    assert [b.get("routed_experts_start_len", 0) for b in server.bodies] == [0, 0, 8]
+
+
+def test_without_rows_for_its_last_tokens_a_response_starts_anew() -> None:
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        replies = server.replies(body)
+        if len(server.bodies) == 1:
+            for reply in replies:
+                reply["meta_info"] |= {"routed_experts": None, "finish_reason": {"type": "abort"}}
+        return replies
+
+    server = Server(script=script)
+    asked = request(seeds=LONG)
+    check_whole(sampled(server, asked=asked), asked)
+    assert [b["sampling_params"][0]["max_new_tokens"] for b in server.bodies] == [10, 10]
+
+
+@pytest.mark.parametrize(
+    ("parts", "versions", "expected"),
+    [
+        ((4,), (1, 2), [(1, 0, 4), (2, 4, 10)]),
+        ((4,), (3, 3), [(3, 0, 10)]),
+        ((2, 3), (1, 1, 2), [(1, 0, 5), (2, 5, 10)]),
+        ((0, 3), (1, 2, 2), [(2, 0, 10)]),
+        ((3, 3, 3), (1, 2, 3, 4), [(1, 0, 3), (2, 3, 6), (3, 6, 9), (4, 9, 10)]),
+    ],
+)
+def test_versions_are_told_token_by_token(
+    parts: tuple[int, ...], versions: tuple[int, ...], expected: list[tuple[int, int, int]]
+) -> None:
+    server = interrupting(*parts)
+    inner = server.script
+    assert inner is not None
+
+    async def script(of: Server, request: web.Request, body: Any) -> Any:
+        of.version = versions[len(of.bodies) - 1]
+        return await inner(of, request, body)
+
+    server.script = script
+    found = sampled(server, asked=request(seeds=LONG))
+    for completion in found.completions:
+        spans = [(s.version, s.start, s.end) for s in completion.version_spans]
+        assert spans == expected
+        assert {s.server for s in completion.version_spans} == {"server 0"}
+
+
+def test_spans_of_one_reply_are_shifted_too_and_servers_are_told_apart() -> None:
+    """4 tokens of version 1 at one server; then 2 of version 1 and 4 of version 2 at another."""
+
+    async def second(server: Server, request: web.Request, body: Any) -> Any:
+        replies = server.replies(body)
+        for reply in replies:
+            reply["meta_info"]["weight_versions"] = [
+                {"version": "1", "start": 0, "end": 2},
+                {"version": "2", "start": 2, "end": 6},
+            ]
+        return replies
+
+    async def run() -> Sampled:
+        first = interrupting(4)
+        first.version, other = 1, Server(script=second, name="server 1")
+        async with pool_of(first) as pool, other.running():
+            inner = first.script
+            assert inner is not None
+
+            async def then_it_goes(server: Server, request: web.Request, body: Any) -> Any:
+                asyncio.get_running_loop().call_later(0.05, lambda: pool.serve_from([other.member]))
+                pool._paused = True  # nothing is asked before the servers change
+                asyncio.get_running_loop().call_later(0.1, pool.resume)
+                return await inner(server, request, body)
+
+            first.script = then_it_goes
+            return await sample_group(request(seeds=LONG), pool, rules())
+
+    for completion in asyncio.run(run()).completions:
+        assert completion.version_spans == (
+            VersionSpan(1, 0, 4, "server 0"),
+            VersionSpan(1, 4, 6, "server 1"),
+            VersionSpan(2, 6, 10, "server 1"),
+        )
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+def breaks(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def failing(times: int, how: Callable[[Server, web.Request, Any], Any], **fields: Any) -> Server:
+    """A server whose first requests end like ``how``."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if len(server.bodies) > times:
+            return None
+        return how(server, request, body)
+
+    return Server(script=script, **fields)
+
+
+def no_logprobs(server: Server, request: web.Request, body: Any) -> Any:
+    replies = server.replies(body)
+    for reply in replies[1:]:
+        del reply["meta_info"]["output_token_logprobs"]
+    return replies
+
+
+def one_logprob_short(server: Server, request: web.Request, body: Any) -> Any:
+    replies = server.replies(body)
+    replies[-1]["meta_info"]["output_token_logprobs"].pop()
+    return replies
+
+
+FAILURES: dict[str, Callable[[Server, web.Request, Any], Any]] = {
+    "a broken connection": lambda s, request, body: breaks(request),
+    "500": lambda s, r, b: web.json_response({"error": "out of memory"}, status=500),
+    "no JSON": lambda s, r, b: web.Response(text="<html>"),
+    "half a JSON": lambda s, r, b: web.Response(text='[{"output_ids": [4, 5'),
+    "too few answers": lambda s, r, b: s.replies(b)[:-1],
+    "an answer without log-probs": no_logprobs,
+    "a log-prob too few": one_logprob_short,
+    "answers in another order": lambda s, r, b: s.replies(b)[::-1],
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_costs_what_was_not_known_and_nothing_else(name: str) -> None:
+    server = failing(2, FAILURES[name])
+    found = sampled(server)
+    check_whole(found, request())
+    assert found.attempts == 3 and len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("name", ["an answer without log-probs", "a log-prob too few"])
+def test_f5_right_answers_beside_a_wrong_one_are_kept(name: str) -> None:
+    server = failing(1, FAILURES[name])
+    check_whole(sampled(server), request())
+    wrong = 3 if name == "an answer without log-probs" else 1
+    assert [len(body["rid"]) for body in server.bodies] == [4, wrong]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_are_bounded_and_said(name: str) -> None:
+    server = failing(99, FAILURES[name])
+    found = sampled(server, by=rules(attempts=2))
+    assert found.completions == () and found.attempts == 2 and len(server.bodies) == 2
+    assert found.failed.startswith(f"failed 2 times, the last time at server 0 ({server.url}): ")
+
+
+def test_a_refusal_ends_the_group_at_once() -> None:
+    server = failing(1, lambda s, r, b: web.json_response({"error": "too long"}, status=400))
+    found = sampled(server)
+    assert len(server.bodies) == 1 and found.completions == ()
+    expected = f'server 0 ({server.url}) refused it: HTTP 400: {{"error": "too long"}}'
+    assert found.failed == expected
+
+
+def test_f1_orphans_are_aborted_before_their_successors_are_asked_for() -> None:
+    order: list[str] = []
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        order.append("asked")
+        if len(server.bodies) == 1:
+            breaks(request)
+            await asyncio.sleep(30)
+        return None
+
+    class Watched(Server):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/abort_request":
+                order.append("aborted")
+            return await super().handle(request)
+
+    server = Watched(script=script)
+    found = sampled(server)
+    check_whole(found, request())
+    first, second = (body["rid"] for body in server.bodies)
+    assert sorted(server.aborted) == sorted(first) and set(first).isdisjoint(second)
+    assert order == ["asked", *["aborted"] * 4, "asked"]
+    assert [c.request_id for c in found.completions] == second
+
+
+def test_an_abort_without_tokens_is_no_failure_but_bounded() -> None:
+    """F5: the response waited in a queue; what it had before is kept."""
+    server = interrupting(4, 0, 0, 0)
+    check_whole(sampled(server, by=rules(attempts=1)), request())
+
+
+def test_aborts_without_end_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.sampler._LONGEST_BACK_OFF_S", 0.01)
+    server = interrupting(*[0] * 99)
+    found = sampled(server)
+    words = f"server 0 ({server.url}): found 4 of 4 responses aborted, 20 times in a row"
+    assert found.failed.startswith(words) and len(server.bodies) == 20
+
+
+def test_a_server_that_is_busy_or_not_there_costs_no_attempt() -> None:
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if len(server.bodies) <= 3:
+            return web.Response(status=(503, 429, 408)[len(server.bodies) - 1])
+        return None
+
+    found = sampled(Server(script=script), by=rules(attempts=1))
+    check_whole(found, request())
+    assert found.attempts == 1
