@@ -150,8 +150,8 @@ class Starter:
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         flags += ["--enable-dp-attention"] * (section.server_dp > 1)
         flags += ["--enable-return-routed-experts"] * self.routing
-        # With it, a push would find one token of every request counted among the wrong version's.
-        flags += ["--disable-overlap-schedule"] * (section.pause_mode == "in_place")
+        if section.pause_mode == "in_place":  # control.py says why
+            flags += ["--disable-overlap-schedule", "--disable-radix-cache"]
         return [*guard, *section.server_command, *flags, *section.server_args]
 
     def _await(self, server: ManagedServer, label: str, port: int, deadline: float) -> str:

@@ -254,7 +254,7 @@ def test_two_servers_of_one_name_are_refused(trainer: Trainer) -> None:
 
 
 def overlapping(status: int, reply: Any) -> tuple[int, Any]:
-    return status, {**reply, "disable_overlap_schedule": False}
+    return status, {**reply, "disable_overlap_schedule": False, "disable_radix_cache": False}
 
 
 def test_a_server_that_would_name_versions_wrong_in_place_is_lost_before_it_is_paused(
@@ -267,7 +267,8 @@ def test_a_server_that_would_name_versions_wrong_in_place_is_lost_before_it_is_p
         [push], _, _ = trainer.push([0, 1], pause_mode="in_place")
         server.url = direct
     assert set(push.lost) == {server.name}
-    assert "--disable-overlap-schedule" in push.lost[server.name]
+    for flag in ("--disable-overlap-schedule", "--disable-radix-cache"):
+        assert flag in push.lost[server.name]
     state = http(server.url, server.key, "/server_info")[1]
     assert (state["paused"], state["weight_version"]) == (None, "0")
     trainer.serves(trainer.servers[0], 1)
