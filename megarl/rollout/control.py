@@ -53,27 +53,33 @@ _END = Call("/end_weight_update", _nothing)
 
 def _in_place(payload: Mapping[str, Any]) -> bool:
     """Requests that are paused in place keep the keys and values of the old weights on purpose, and
-    a cache in use is never emptied. That no other request takes its prefixes from theirs is up to
-    who sends them, by an `extra_key`.
+    a cache in use is never emptied.
     """
     return payload.get("mode") == "in_place"
 
 
-def _mislabels(info: Mapping[str, Any]) -> str:
-    """SGLang 0.5.23 overlaps steps: a token may have been sampled that no request has yet. Every
-    other pause waits for it; this one leaves it, and it is then counted among the new version's.
+def _unfit_in_place(info: Mapping[str, Any]) -> str:
+    """What SGLang 0.5.23 would do wrong. It overlaps steps: a token may have been sampled that no
+    request has yet. Every other pause waits for it; this one leaves it, and it is then counted
+    among the new version's. And it keeps prefixes of what runs, with keys of the old weights, for
+    requests that come after the push.
     """
-    if info.get("disable_overlap_schedule") is not False:
-        return ""
-    return (
-        "with rollout.pause_mode=in_place it says of a token that new weights sampled it where old "
-        "ones did; start it with --disable-overlap-schedule (rollout.server_args), or use retract"
-    )
+    needed = {
+        "disable_overlap_schedule": "it would count a token that old weights sampled as new",
+        "disable_radix_cache": "it would answer new requests from prefixes of old weights",
+    }
+    wrong = [
+        f"{why} without --{setting.replace('_', '-')}"
+        for setting, why in needed.items()
+        if info.get(setting) is False
+    ]
+    found = " and ".join(wrong)
+    return found and f"rollout.pause_mode=in_place: {found} (rollout.server_args); or use retract"
 
 
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     "begin": (
-        Call("/server_info", _nothing, method="GET", wanted=_in_place, wrong=_mislabels),
+        Call("/server_info", _nothing, method="GET", wanted=_in_place, wrong=_unfit_in_place),
         Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
         # An update that was left open half-way is closed first: SGLang refuses a second one.
         Call("/begin_weight_update", _nothing, tries=2, before=_END),

@@ -34,6 +34,9 @@ _POLL_S = 0.05
 _PROGRESS_S = 10.0
 _PROBE_S = 20.0
 _PORT_TRIES = 3
+# Of its context SGLang 0.5.23 leaves two tokens free, and takes no prompt that reaches into the
+# last six: it would end the longest responses early, without a word, and not continue them.
+_SGLANG_SPARE = 6
 _SGLANG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -136,7 +139,7 @@ class Starter:
             "host": self.host,
             "port": port,
             "dtype": _SGLANG_DTYPES[self.dtype],
-            "context-length": section.context_length,
+            "context-length": section.context_length + _SGLANG_SPARE,
             "tp-size": section.server_tp,
             "weight-version": 0,
         }
@@ -147,6 +150,8 @@ class Starter:
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         flags += ["--enable-dp-attention"] * (section.server_dp > 1)
         flags += ["--enable-return-routed-experts"] * self.routing
+        if section.pause_mode == "in_place":  # control.py says why
+            flags += ["--disable-overlap-schedule", "--disable-radix-cache"]
         return [*guard, *section.server_command, *flags, *section.server_args]
 
     def _await(self, server: ManagedServer, label: str, port: int, deadline: float) -> str:

@@ -2,10 +2,8 @@
 
 Request: `input_ids` (one list, or a list of lists: a batch), `sampling_params` (one for all, or a
 list), `rid` (likewise), `return_logprob`, `logprob_start_len`, `return_routed_experts`,
-`routed_experts_start_len`, `extra_key`. A field that would change what is sampled and that we do
-not implement is refused unless it says "off": silently ignoring a penalty would make every log-prob
-wrong. `extra_key` names requests that may share cached prefixes; here none outlives its request,
-and those that are fed together have the same weights.
+`routed_experts_start_len`. A field that would change what is sampled and that we do not implement
+is refused unless it says "off": silently ignoring a penalty would make every log-prob wrong.
 
 Reply, per sequence: `output_ids` (the end token included) and `meta_info`. Log-probs are triples
 `[value, token id, null]`; the first input log-prob is null (nothing precedes it); routed experts
@@ -61,7 +59,6 @@ _FIELDS = (
     "logprob_start_len",
     "return_routed_experts",
     "routed_experts_start_len",
-    "extra_key",
 )
 
 
@@ -142,7 +139,6 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[GenerateRequest], bo
     samplings = _per_request(body, "sampling_params", count, dict, batch)
     rids = _rids(body.get("rid"), count, batch)
     starts = _per_request(body, "logprob_start_len", count, int, batch)
-    _per_request(body, "extra_key", count, str, batch)
     return_logprob = _flag(body, "return_logprob")
     return_routing = _flag(body, "return_routed_experts")
     if return_routing and not limits.has_routing:

@@ -213,7 +213,6 @@ BAD_BODIES: list[tuple[str, Any]] = [
     ("min_p", {"input_ids": [3], "sampling_params": {"min_p": -0.1}}),
     ("min_p", {"input_ids": [3], "sampling_params": {"min_p": "0.1"}}),
     ("frequency_penalty", {"input_ids": [3], "sampling_params": {"frequency_penalty": 0.5}}),
-    ("extra_key", {"input_ids": [3], "extra_key": 7}),
     ("temprature", {"input_ids": [3], "sampling_params": {"temprature": 1}}),
     ("stop_token_ids", {"input_ids": [3], "sampling_params": {"stop_token_ids": [99]}}),
     ("sampling_params", {"input_ids": [3], "sampling_params": [1]}),

@@ -17,7 +17,7 @@ from tests.sglang.protocol import PROMPT, digests, joined_group, ok, send
 from tests.sglang.server import Endpoint
 
 LAYERS, TOP_K, EOS = 4, 2, 1
-TOLERANCE = 1e-5  # fp32 on both sides, sums in another order
+TOLERANCE = 5e-5  # fp32 on both sides, sums in another order over up to 400 tokens
 Reference = Callable[[Path, list[int]], dict[str, Any]]
 
 

@@ -1,9 +1,8 @@
 """The requests of SGLang's protocol that tests make: sampling, and the trainer's side of a push."""
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,22 +32,6 @@ def sampling(num_tokens: int, **fields: Any) -> dict[str, Any]:
 
 def generate(server: Endpoint, *, num_tokens: int, **fields: Any) -> dict[str, Any]:
     return ok(server, "/generate", **sampling(num_tokens, **fields))
-
-
-def generating(server: Endpoint, pool: ThreadPoolExecutor, *, num_tokens: int) -> Future[Any]:
-    """The reply to come, when its first token has been sampled already."""
-    started = threading.Event()
-
-    def read_all() -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        for event in server.stream("/generate", sampling(num_tokens)):
-            started.set()
-            last = event  # each has everything so far
-        return last
-
-    reply = pool.submit(read_all)
-    assert started.wait(60)
-    return reply
 
 
 def prompt_logprobs(server: Endpoint) -> list[float]:

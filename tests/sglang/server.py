@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +173,6 @@ class SGLangServer(Endpoint):
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """POSTs with `"stream": true`; yields what the server sends while it works."""
-        with self._open("POST", path, {**body, "stream": True}, self.key, 120.0) as reply:
-            for line in reply:
-                event = line.decode().strip().removeprefix("data: ")
-                if event and event != "[DONE]":
-                    yield json.loads(event)
 
     def log_tail(self, lines: int = 30) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])

@@ -149,9 +149,21 @@ def test_truncated_sampling_stays_inside_and_reports_the_whole_distribution(
     assert logprobs_of(reply) == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-def test_a_context_is_used_to_its_end(server: Endpoint) -> None:
-    reply = generate(server, new=512 - len(PROMPT))
-    assert len(reply["output_ids"]) == 512 - len(PROMPT)
+# Of a context of 512 tokens: what a response lacks, without a word, and how long a prompt may be.
+CONTEXT = 512
+CUT_SHORT = {"embedded": 0, "sglang": 2}
+LONGEST_PROMPT = {"embedded": CONTEXT - 1, "sglang": CONTEXT - 7}
+
+
+def test_how_much_of_a_context_can_be_used(server: Endpoint, shared_name: str) -> None:
+    reply = generate(server, new=CONTEXT - len(PROMPT))
+    count = len(reply["output_ids"])
+    assert count == CONTEXT - len(PROMPT) - CUT_SHORT[shared_name]
+    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": count}
+    longest = LONGEST_PROMPT[shared_name]
+    assert len(generate(server, [3] * longest, 1)["output_ids"]) == 1
+    status, reply = server.post("/generate", body([3] * (longest + 1), 1))
+    assert status == 400
 
 
 @pytest.mark.parametrize(

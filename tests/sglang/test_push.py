@@ -13,8 +13,15 @@ from megarl.rollout.control import ServerControl
 from megarl.types import Push
 from tests.helpers.dist import WorkerPool
 from tests.sglang.conftest import Models
-from tests.sglang.contract import Reference, exact_in_place, pushed, running
-from tests.sglang.protocol import generate, ok
+from tests.sglang.contract import (
+    TOLERANCE,
+    Reference,
+    exact_in_place,
+    logprobs_of,
+    pushed,
+    running,
+)
+from tests.sglang.protocol import PROMPT, generate, ok
 from tests.sglang.server import Endpoint, SGLangServer, require_sglang
 from tests.sync.servers import Server, digests_of, several
 from tests.sync.watched import Blow
@@ -111,18 +118,23 @@ def test_a_push_in_place_and_then_sglang_is_killed_in_the_middle_of_one(
     beside: Server,
     tmp_path: Path,
 ) -> None:
-    """In place without overlapping steps: spans are exact to the token."""
+    """In place without overlapping steps, spans are exact to the token; without a cache of prefixes
+    new requests have keys of the new weights alone, though one of the old is still running.
+    """
     require_sglang()
     server = SGLangServer(
         tiny_models.a,
         log_path=tmp_path / "server.log",
-        extra_args=("--disable-overlap-schedule",),
+        extra_args=("--disable-overlap-schedule", "--disable-radix-cache"),
     )
     with server, ThreadPoolExecutor(4) as background:
         ok(server, "/update_weight_version", new_version="a")
         future = running(server, background)
         pushed(server, background, tiny_models.b, "in_place")
+        fresh = generate(server, num_tokens=8)
         exact_in_place(future.result(60), tiny_models, reference)
+        expected = reference(tiny_models.b, PROMPT + fresh["output_ids"])["logprobs"]
+        assert logprobs_of(fresh) == pytest.approx(expected[len(PROMPT) - 1 :], abs=TOLERANCE)
 
         pid = scheduler_of(server)
         servers = [beside.described, described(server)]

@@ -7,6 +7,7 @@ from that file.
 import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,13 @@ def test_one_that_refuses_costs_those_that_share_its_group_a_second_attempt(
 ) -> None:
     """As over NCCL, where all servers of a push share a group."""
     path = "/update_weights_from_distributed"
-    with proxied(trainer.servers[1], path, no_success) as proxy:
-        trainer.servers[1].url = proxy.url
+    liar = trainer.servers[1]
+    with proxied(replace(liar), path, no_success) as proxy:
+        direct, liar.url = liar.url, proxy.url
         pushes, _, seen = trainer.push([0, 1, 2], [0, 1, 2], shared=True, stages=2)
-    lying = trainer.servers[1].name
-    assert [set(push.lost) for push in pushes] == [{lying}, set()]
-    assert "half written" in pushes[0].lost[lying]
+        liar.url = direct
+    assert [set(push.lost) for push in pushes] == [{liar.name}, set()]
+    assert "half written" in pushes[0].lost[liar.name]
     assert pushes[0].receipt is not None and pushes[0].receipt.tensors > 0
     for server in trainer.servers[:3]:
         trainer.serves(server, 2)
@@ -249,3 +251,24 @@ def test_two_servers_of_one_name_are_refused(trainer: Trainer) -> None:
     )
     error = rank["steps"][0][0]
     assert error[0] == "SyncError" and "two servers of one name" in error[1]
+
+
+def overlapping(status: int, reply: Any) -> tuple[int, Any]:
+    return status, {**reply, "disable_overlap_schedule": False, "disable_radix_cache": False}
+
+
+def test_a_server_that_would_name_versions_wrong_in_place_is_lost_before_it_is_paused(
+    trainer: Trainer,
+) -> None:
+    """As SGLang says of itself where it overlaps steps."""
+    server = trainer.servers[1]
+    with proxied(replace(server), "/server_info", overlapping, times=10**6) as proxy:
+        direct, server.url = server.url, proxy.url
+        [push], _, _ = trainer.push([0, 1], pause_mode="in_place")
+        server.url = direct
+    assert set(push.lost) == {server.name}
+    for flag in ("--disable-overlap-schedule", "--disable-radix-cache"):
+        assert flag in push.lost[server.name]
+    state = http(server.url, server.key, "/server_info")[1]
+    assert (state["paused"], state["weight_version"]) == (None, "0")
+    trainer.serves(trainer.servers[0], 1)
