@@ -65,6 +65,8 @@ def new_rids(count: int) -> list[str]:
 class RolloutClient:
     """One server. Belongs to the event loop in which it is first used."""
 
+    can_abort = True  # so that what there is comes back
+
     def __init__(self, url: str, key: str, timeout_s: float) -> None:
         """`timeout_s` bounds one `generate`."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s

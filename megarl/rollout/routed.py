@@ -18,6 +18,8 @@ ROUTER = "sglang-router"  # as `Member.version` begins
 class RoutedClient(RolloutClient):
     """A group's sequences in requests of their own, at once."""
 
+    can_abort = False
+
     async def generate(
         self, asks: Sequence[Ask], sampling: Sampling, routing: RoutingShape | None = None
     ) -> Answer | Failure | Refusal:

@@ -66,6 +66,25 @@ def test_a_recall_waits_for_what_there_is_and_then_nothing_is_asked(partial: Any
     asyncio.run(run())
 
 
+def test_what_takes_no_aborts_is_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.client.RolloutClient.can_abort", False)
+
+    async def run() -> None:
+        server = Server(script=until_aborted(4))
+        async with pool_of(server) as pool:
+            task = sampling(pool, request(), partial="continue", attempts=1)
+            await until(lambda: server.open == 1)
+            start = time.monotonic()
+            await pool.recall()
+            assert time.monotonic() - start < 5
+            server.script = None
+            pool.resume()
+            check_whole(await task, request())
+            assert pool.suspects == []
+
+    asyncio.run(run())
+
+
 def test_recalls_in_a_row_are_no_end_of_a_response_without_tokens() -> None:
     async def run() -> None:
         server = Server(script=until_aborted(0))
