@@ -134,7 +134,7 @@ def build(
     _tell_fp8(fp8, rundir, reporter)
     stop.where = "starting the source of samples"
     nodes = find_nodes(parallel.local_rank, parallel.host, config.run.timeout_s)
-    surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop)
+    surroundings = Surroundings(config, rundir, job, parallel, nodes, actor, stop, reporter.note)
     source = SOURCES[config.run.mode](surroundings)
     stack.callback(source.close)
     controllers = Controllers.of(config.algo)

@@ -190,6 +190,7 @@ class RolloutSource:
                     routing=self.routing is not None,
                     on_failure=on_failure(failures, "servers", os.environ),
                     max_restarts=failures.max_restarts,
+                    progress=self.run.note,
                 )
                 self.run.stop.on_end(fleet.close)
             except Exception as e:

@@ -5,7 +5,7 @@ rank only. Methods are collective over all trainer ranks unless said.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,7 @@ class Surroundings:
     nodes: Nodes
     actor: MegatronActor
     stop: StopRequest
+    note: Callable[[str], None]  # a line above the progress, on rank 0
 
 
 class Source(Protocol):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megarl.hostcomm import broadcast_bytes
-from megarl.ops.routing_codec import narrow
+from megarl.ops.routing_codec import from_base64, narrow
 from megarl.types import RoutingShape
 
 _HOPS = 200
@@ -59,10 +59,10 @@ def _base64_and_narrow(shape: RoutingShape, size: int) -> float:
     tokens = min(8192, max(1, size * 3 // 4 // (4 * layers * shape.topk)))
     order = np.random.default_rng(0).permuted(np.tile(np.arange(shape.experts), (64, 1)), axis=1)
     ids = np.resize(order[:, : shape.topk], (tokens, layers, shape.topk)).astype("<i4")
-    text = base64.b64encode(ids.tobytes()).decode()
+    text = base64.b64encode(ids.tobytes())
 
     def decode() -> None:
-        flat = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        flat = from_base64(text)
         narrow(flat.reshape(ids.shape)[:, list(shape.moe_layers)], shape.experts)
 
     return _best(decode, len(text))

@@ -15,8 +15,9 @@ from megarl.rollout.client import RolloutClient
 from megarl.rollout.pool import Pool
 from megarl.rollout.sampler import Rules, sample_group
 from megarl.types import GroupRequest, Member, Prompt, RoutingShape, Sampling, VersionSpan
+from tests.sglang.contract import LAYERS, TOLERANCE, TOP_K
 from tests.sglang.protocol import PROMPT, ok
-from tests.sglang.test_server_contract import LAYERS, TOLERANCE, TOP_K, serve
+from tests.sglang.test_server_contract import serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
