@@ -18,6 +18,7 @@ plugin=$root/megarl/sync/sglang_plugin
 
 TORCH=2.13.0          # sglang 0.5.23 asks for a later one but serves with this one on CPU
 SGLANG=0.5.23
+ROUTER=0.3.2
 
 mkdir -p "$venv/.steps"
 venv=$(cd "$venv" && pwd)
@@ -64,6 +65,13 @@ install() {
   pip install -q -c <(echo "torch==$TORCH") "$@"
 }
 
+# Of its own: beside SGLang the router would import it, for ten seconds and with its GPU packages.
+router() {
+  "$python" -m venv "$venv/router"
+  "$venv/router/bin/python" -m pip --disable-pip-version-check install -q \
+    -c "$here/requirements.txt" "sglang-router==$ROUTER"
+}
+
 check_imports() {
   PYTHONPATH=$here/support SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -c \
     "import torch, megarl_sglang_plugin, sglang.srt.managers.scheduler as s; print(torch.__version__, s)"
@@ -81,4 +89,5 @@ step packages "$key" install -r "$here/requirements.txt"
 step sglang "$key" install --no-deps torchvision==0.28.0 compressed-tensors==0.18.0 xgrammar==0.2.7 \
   "sglang==$SGLANG"
 step plugin "$plugin_key" install --no-deps --force-reinstall "$plugin"
+step router "$key" router
 step imports "$key" check_imports

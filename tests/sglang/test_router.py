@@ -30,7 +30,7 @@ from tests.sglang.server import VENV, require_sglang
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 PROGRAM = Path(__file__).parents[1] / "rollout" / "standin.py"
-COMMAND = (str(VENV / "bin" / "python"), "-m", "sglang_router.launch_router")
+COMMAND = (str(VENV / "router" / "bin" / "python"), "-m", "sglang_router.launch_router")
 
 
 class Site:
