@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "base64.h"
 #include "pack.h"
 #include "routing.h"
 
@@ -35,6 +36,25 @@ template <typename Id>
 int64_t find_bad(const Ids<Id>& ids, int64_t topk, int64_t experts) {
   if (topk < 1) throw std::invalid_argument("find_bad_id: topk below 1");
   return find_bad_id(ids.data(), ids.size(), topk, experts);
+}
+
+// i32 [numbers], or None for a text that is no base64 of whole numbers.
+py::object ids_from_base64(const py::buffer& text) {
+  const py::buffer_info in = text.request();
+  if (in.itemsize != 1 || in.ndim != 1 || (in.size > 1 && in.strides[0] != 1)) {
+    throw std::invalid_argument("ids_from_base64: no contiguous bytes");
+  }
+  const auto* from = static_cast<const char*>(in.ptr);
+  const int64_t num_bytes = base64_bytes(from, in.size);
+  if (num_bytes < 0 || num_bytes % sizeof(int32_t) != 0) return py::none();
+  Ids<int32_t> out(num_bytes / sizeof(int32_t));
+  bool good;
+  {
+    auto* to = reinterpret_cast<uint8_t*>(out.mutable_data());
+    py::gil_scoped_release release;
+    good = decode_base64(from, in.size, to);
+  }
+  return good ? py::object(std::move(out)) : py::none();
 }
 
 void check_bits(int bits, size_t id_bytes) {
@@ -78,6 +98,7 @@ PYBIND11_MODULE(_host, m) {
   m.def("pack_rows", &pack_rows);
   m.def("find_bad_id", &find_bad<int32_t>, py::arg("ids").noconvert(), py::arg("topk"),
         py::arg("experts"));
+  m.def("ids_from_base64", &ids_from_base64, py::arg("text"));
   define<uint8_t>(m);
   define<uint16_t>(m);
 }

@@ -23,6 +23,8 @@ method 1   the lower, then the upper bytes of all ids in the order [M, L, K], Hu
    header's numbers agree with the length there is, and raises CodecError.
 """
 
+import base64
+import binascii
 import struct
 import zlib
 from typing import Any
@@ -53,6 +55,26 @@ def narrow(ids: Ids, experts: int) -> Ids:
         raise CodecError(f"routing must be of integers, got {ids.dtype}")
     _check_ids(ids, experts)
     return np.ascontiguousarray(ids, _dtype(experts))
+
+
+def from_base64(text: bytes | memoryview) -> Ids:
+    """i32 [numbers] of base64 of little-endian int32, as servers send routing. Raises CodecError
+    for what is not that: other characters, line breaks, padding anywhere but at the end.
+    """
+    run = host_function("routing_codec", "ids_from_base64")
+    ids: Ids | None
+    try:
+        ids = from_base64_ref(text) if run is None else run(text)
+    except (binascii.Error, ValueError):
+        ids = None
+    if ids is None:
+        raise CodecError(f"{len(text)} characters, {bytes(text[:40])!r}..., are no base64 of int32")
+    return ids
+
+
+def from_base64_ref(text: bytes | memoryview) -> Ids:
+    raw = base64.b64decode(text, validate=True)
+    return np.frombuffer(raw, "<i4") if raw else np.zeros(0, np.int32)
 
 
 def encode(ids: Ids, experts: int | None = None, *, deflate: bool = False) -> bytes:

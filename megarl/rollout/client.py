@@ -174,7 +174,8 @@ class RolloutClient:
         async with self._session.request(
             method, self.url + path, data=body, timeout=timeout, allow_redirects=False
         ) as response:
-            return response.status, await response.read()
+            # Not `response.read()`, whose result lives for as long as the response's cycles do.
+            return response.status, await response.content.read()
 
 
 def _body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> Mapping[str, Any]:

@@ -20,15 +20,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from megarl.data.rewards import pad_rewards
 from megarl.errors import MegarlError, RunError, ServerError
-from megarl.rollout.frames import Array, receive_frame, send_frame
+from megarl.rollout.frames import Array, Frame, make_frame, receive_frame, send_frame
 from megarl.rollout.messages import (
     CollectorSettings,
     Json,
     error_from_json,
+    error_to_json,
     member_from_json,
     outcome_from_frame,
     request_to_json,
@@ -57,6 +57,12 @@ _TAIL_BYTES = 3000
 _NOT_INHERITED = re.compile(
     r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
 )
+# glibc's: blocks of up to 32 MB come out of one heap, of which 256 MB may lie idle.
+_ALLOCATION = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+    "MALLOC_TRIM_THRESHOLD_": str(2**28),
+}
 
 
 class Collector:
@@ -78,8 +84,8 @@ class Collector:
         self._error: MegarlError | None = None
         self._process, self._connection = _start(settings)
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
-        self._to_send: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
-        self._to_send.put(settings.to_json())
+        self._to_send: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._say(settings.to_json())
         for target in (self._read, self._write):
             threading.Thread(target=target, name="collector", daemon=True).start()
 
@@ -90,7 +96,7 @@ class Collector:
     # ---- protocols.Collector -------------------------------------------------------------------
 
     def serve_from(self, members: Sequence[Member]) -> None:
-        self._to_send.put({"do": "serve_from", "members": [asdict(m) for m in members]})
+        self._say({"do": "serve_from", "members": [asdict(m) for m in members]})
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
@@ -100,7 +106,7 @@ class Collector:
             with self._changed:
                 assert request.serial not in self._issued, f"group {request.serial} is under way"
                 self._issued[request.serial] = request
-        self._to_send.put({"do": "issue", "requests": [request_to_json(r) for r in requests]})
+        self._say({"do": "issue", "requests": [request_to_json(r) for r in requests]})
 
     def wait(self, count: int, timeout_s: float) -> None:
         def told() -> bool:
@@ -110,6 +116,7 @@ class Collector:
         self._await(told, time.monotonic() + timeout_s)
 
     def take(self) -> list[GroupOutcome]:
+        """What had ended before an error is taken before the error is raised."""
         with self._changed:
             outcomes = list(self._outcomes)
             self._outcomes.clear()
@@ -127,7 +134,7 @@ class Collector:
         self._call({"do": "recall"}, _RECALL_TIMEOUT_S)
 
     def resume(self) -> None:
-        self._to_send.put({"do": "resume"})
+        self._say({"do": "resume"})
 
     def evaluate(
         self,
@@ -160,11 +167,12 @@ class Collector:
     def close(self) -> None:
         """Ends the process, and with it what servers are doing for it."""
         self._closing = True
-        self._to_send.put({"do": "close"})
+        self._say({"do": "close"})
         self._to_send.put(None)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_CLOSE_TIMEOUT_S)
-        if self._process.poll() is None:
+        if self._ready:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CLOSE_TIMEOUT_S)
+        if self._process.poll() is None:  # it imports still, or hangs
             self._process.kill()
             self._process.wait()
         self._connection.close()
@@ -183,6 +191,9 @@ class Collector:
 
     # ---- inside --------------------------------------------------------------------------------
 
+    def _say(self, message: Json) -> None:
+        self._to_send.put(make_frame(message))
+
     def _evaluate(self, requests: Sequence[GroupRequest]) -> list[GroupOutcome]:
         with self._changed:
             self._calls += 1
@@ -190,7 +201,7 @@ class Collector:
             self._evaluations[call] = {r.serial: r for r in requests}
             self._evaluated[call] = []
         given = [request_to_json(r) for r in requests]
-        self._to_send.put({"do": "evaluate", "evaluation": call, "requests": given})
+        self._say({"do": "evaluate", "evaluation": call, "requests": given})
         try:
             self._await_evaluation(call)
             outcomes = sorted(self._evaluated[call], key=lambda o: o.serial)
@@ -227,7 +238,7 @@ class Collector:
             self._calls += 1
             call = self._calls
         self._await(lambda: self._ready or self._error is not None, None)
-        self._to_send.put({**message, "id": call})
+        self._say({**message, "id": call})
         told = self._await(
             lambda: call in self._done or self._error is not None, time.monotonic() + timeout_s
         )
@@ -259,9 +270,9 @@ class Collector:
         return True
 
     def _write(self) -> None:
-        while (message := self._to_send.get()) is not None:
+        while (frame := self._to_send.get()) is not None:
             try:
-                send_frame(self._connection, message)
+                send_frame(self._connection, frame)
             except OSError:
                 return  # the reader says why
 
@@ -271,6 +282,9 @@ class Collector:
                 self._hear(*frame)
         except (OSError, EOFError) as error:
             log.debug("the collector's socket: %s", error)
+        except Exception as error:
+            log.exception("what the collector process said was not understood")
+            self._error = self._error or error_from_json(error_to_json(error))
         self._died()
 
     def _hear(self, message: Json, arrays: list[Array]) -> None:
@@ -339,5 +353,9 @@ def _start(settings: CollectorSettings) -> tuple[subprocess.Popen[bytes], socket
     return process, ours
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, Any]:
-    return {k: v for k, v in ours.items() if not _NOT_INHERITED.fullmatch(k)}
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Replies are some MB each: their memory is kept for the next ones, not given back and zeroed
+    anew by the system every time.
+    """
+    kept = {k: v for k, v in ours.items() if not _NOT_INHERITED.fullmatch(k)}
+    return {**_ALLOCATION, **kept}

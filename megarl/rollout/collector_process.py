@@ -6,6 +6,7 @@ when the trainer says so, closes its end of the socket, or is gone.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import queue
@@ -23,7 +24,7 @@ from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.client import Answer, Ask, RolloutClient, new_rids
-from megarl.rollout.frames import Array, receive_frame, send_frame
+from megarl.rollout.frames import Array, Frame, make_frame, receive_frame, send_frame
 from megarl.rollout.messages import (
     CollectorSettings,
     Json,
@@ -42,6 +43,7 @@ from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
 log = logging.getLogger(__name__)
 
 _FILES = 65536
+_COLLECT_AFTER = 100_000  # lists and the like that live: a reply alone has thousands
 
 Say = Callable[..., None]  # (message, arrays = ())
 
@@ -51,12 +53,12 @@ class Writer:
 
     def __init__(self, to: socket.socket) -> None:
         self._to = to
-        self._queue: queue.SimpleQueue[tuple[Json, Sequence[Array]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._thread.start()
 
     def say(self, message: Json, arrays: Sequence[Array] = ()) -> None:
-        self._queue.put((message, arrays))
+        self._queue.put(make_frame(message, arrays))
 
     def finish(self) -> None:
         """Returns when all that was said is on its way."""
@@ -64,9 +66,9 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
+        while (frame := self._queue.get()) is not None:
             try:
-                send_frame(self._to, *item)
+                send_frame(self._to, frame)
             except OSError:
                 return  # nobody is there any more
 
@@ -75,15 +77,11 @@ class Work:
     """What the trainer can ask for: one method a message."""
 
     def __init__(self, settings: CollectorSettings, say: Say) -> None:
-        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)
         self._settings, self._say = settings, say
-        self._scorer = Scorer(
-            tokenizer.decode,
-            load_reward(settings.reward),
-            mask_continued=settings.mask_continued,
-        )
+        key, reward = read_key(settings.key_file), load_reward(settings.reward)
+        tokenizer = load_tokenizer(settings.hf, settings.eos_ids)  # last: that takes seconds
+        self._scorer = Scorer(tokenizer.decode, reward, mask_continued=settings.mask_continued)
         self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
-        key = read_key(settings.key_file)
 
         def connect(member: Member) -> RolloutClient:
             return connect_to(member, key, settings.request_timeout_s)
@@ -101,7 +99,11 @@ class Work:
             "evaluate": self._evaluate,
             "probe_routing": lambda m: self._start(self._probe_routing(m)),
         }
-        operations[message["do"]](message)
+        try:
+            operations[message["do"]](message)
+        except Exception as error:
+            log.exception("the collector failed")
+            self._say({"error": error_to_json(error)})
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -228,6 +230,9 @@ def main(arguments: Sequence[str]) -> int:
         writer.say({"error": error_to_json(error)})
         writer.finish()
         return 1
+    gc.collect()
+    gc.freeze()  # a million objects of imports, which every collection would walk through
+    gc.set_threshold(_COLLECT_AFTER)
     writer.say({"ready": os.getpid()})
     asyncio.run(serve(connection, work))
     return 0

@@ -23,10 +23,13 @@ _ZEROS = bytes(_ALIGNMENT)
 Array = NDArray[Any]
 
 
-def send_frame(to: socket.socket, message: Any, arrays: Sequence[Array] = ()) -> None:
-    """Blocks until all of it is on its way. Raises OSError when the other side is gone."""
-    arrays = [np.ascontiguousarray(a) for a in arrays]
+Frame = list[memoryview]  # the bytes to send, piece by piece
+
+
+def make_frame(message: Any, arrays: Sequence[Array] = ()) -> Frame:
+    """Raises TypeError for what is no JSON. Arrays are not copied unless they have to be."""
     described = [[a.dtype.str, a.shape] for a in arrays]
+    arrays = [np.ascontiguousarray(a) for a in arrays]
     header = json.dumps({"message": message, "arrays": described}).encode()
     buffers: list[Any] = [b"", header, _ZEROS[: _padding(len(header))]]
     payload = 0
@@ -35,7 +38,14 @@ def send_frame(to: socket.socket, message: Any, arrays: Sequence[Array] = ()) ->
         buffers += [_ZEROS[:gap], array.data.cast("B")] if array.size else [_ZEROS[:gap]]
         payload += gap + array.nbytes
     buffers[0] = _LENGTHS.pack(len(header), payload)
-    _send_all(to, [memoryview(b) for b in buffers if len(b)])
+    return [memoryview(b) for b in buffers if len(b)]
+
+
+def send_frame(to: socket.socket, frame: Frame) -> None:
+    """Blocks until all of it is on its way. Raises OSError when the other side is gone."""
+    while frame:
+        sent = to.sendmsg(frame[:_MOST_BUFFERS])
+        frame = list(_unsent(frame, sent))
 
 
 def receive_frame(source: socket.socket) -> tuple[Any, list[Array]] | None:
@@ -67,12 +77,6 @@ def parse_frame(rest: bytearray, header_length: int) -> tuple[Any, list[Array]]:
 
 def _padding(length: int) -> int:
     return -length % _ALIGNMENT
-
-
-def _send_all(to: socket.socket, buffers: list[memoryview]) -> None:
-    while buffers:
-        sent = to.sendmsg(buffers[:_MOST_BUFFERS])
-        buffers = list(_unsent(buffers, sent))
 
 
 def _unsent(buffers: Sequence[memoryview], sent: int) -> Iterator[memoryview]:

@@ -97,18 +97,23 @@ class Lease:
     async def recall(self) -> None:
         """Has the server end what is in flight, and waits for what it answers then."""
         self.recalled = True
-        if self._asking is None:
+        asking = self._asking
+        if asking is None:
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _RECALL_TIMEOUT_S
-        while not self._asking.done() and loop.time() < deadline:
+        while not asking.done() and loop.time() < deadline:
             # Again and again: an abort that comes before its request is one of nothing.
             await self._server.client.abort(self._rids)
-            await asyncio.wait([self._asking], timeout=_ABORT_EVERY_S)
-        if not self._asking.done():
+            await asyncio.wait([asking], timeout=_ABORT_EVERY_S)
+        if not asking.done():
             self._pool.fail(self._server, f"no answer {_RECALL_TIMEOUT_S:g} s after an abort")
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
+            asking.cancel()
+            await asyncio.wait([asking])
+
+    def end(self) -> None:
+        """Lets go of the answer, which would otherwise live until cycles are looked for."""
+        self._asking = self._wish.granted = None
 
 
 @dataclass(eq=False)
@@ -235,7 +240,7 @@ class Pool:
         pause = min(_PAUSE_S * 2**server.failures, _LONGEST_PAUSE_S) * random.uniform(0.8, 1.2)
         server.failures += 1
         server.avoided_until = loop.time() + pause
-        loop.call_later(pause, self._place)
+        loop.call_later(pause + 0.001, self._place)  # never a moment too early
         member = server.member
         log.warning("%s (%s): %s; avoided for %.1f s", member.name, member.url, reason, pause)
         self._suspected(member, reason)
@@ -285,6 +290,7 @@ class Pool:
 
     def _release(self, lease: Lease) -> None:
         server, wish = lease._server, lease._wish
+        lease.end()
         server.leases.discard(lease)
         server.in_flight -= wish.sequences
         server.outstanding -= wish.tokens

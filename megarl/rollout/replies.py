@@ -5,11 +5,12 @@
 2. One answer for every sequence that was asked for, each under its own request id. An answer that
    is wrong costs its own sequence; one from which the sequences cannot be told costs all of them.
 3. Routed experts: a row for every token but the last, of what a router can choose. A response that
-   was aborted need not have any: it was perhaps never routed.
+   was aborted need not have any: it was perhaps never routed. They are most of a reply (SGLang: 4
+   bytes an expert, then base64), so they are cut out before the rest is parsed, and never copied.
 """
 
-import base64
-import binascii
+import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,13 +20,16 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from megarl.ops.routing_codec import CodecError, narrow
+from megarl.ops.routing_codec import CodecError, from_base64, narrow
 from megarl.types import Completion, Finish, RoutingShape, VersionSpan
 
 _LOGPROB_SLACK = 1e-3  # rounding may lift the log-prob of a certain token above 0
 _LOWEST = -float(np.finfo(np.float32).max)
 _FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
+_TABLE = re.compile(rb'"routed_experts":\s*"')
+_NAME = f"table {secrets.token_hex(8)}"  # what no server says
+Tables = dict[str, memoryview]
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,9 @@ def read_answer(raw: bytes, asks: Sequence[Ask], routing: RoutingShape | None) -
     its ``Ask.rows`` end.
     """
     nothing = (None,) * len(asks)
+    tables: Tables = {}
     try:
-        replies = orjson.loads(raw)
+        replies = orjson.loads(raw if routing is None else _without_tables(raw, tables))
     except ValueError:
         return Answer(nothing, _complaint(asks[0].rid, f"{raw[:100]!r}", "JSON"))
     if not isinstance(replies, list) or len(replies) != len(asks):
@@ -63,10 +68,10 @@ def read_answer(raw: bytes, asks: Sequence[Ask], routing: RoutingShape | None) -
         found = _complaint(asks[0].rid, f"{count} responses", f"{len(asks)} responses")
         return Answer(nothing, found)
     parts: list[Completion | None] = []
-    wrong = ""
+    wrong, start = "", first_row(asks)
     for reply, ask in zip(replies, asks, strict=True):
         try:
-            parts.append(read_part(reply, ask, routing, first_row(asks)))
+            parts.append(read_part(reply, ask, routing, start, tables))
             continue
         except _Mismatch as error:
             found = _complaint(ask.rid, error.found, error.expected)
@@ -89,34 +94,55 @@ def first_row(asks: Sequence[Ask]) -> int:
     return min(ask.rows for ask in asks)
 
 
-def read_part(reply: Any, ask: Ask, routing: RoutingShape | None, first_row: int = 0) -> Completion:
+def _without_tables(raw: bytes, tables: Tables) -> bytes:
+    """The JSON with a name instead of every table of routed experts, which ``tables`` then has. A
+    string with an escape in it stays, for the parser.
+    """
+    whole, at = memoryview(raw), 0
+    parts: list[bytes | memoryview] = []
+    while (found := _TABLE.search(raw, at)) is not None:
+        start = end = found.end()
+        closing = raw.find(b'"', start)
+        parts.append(whole[at:start])
+        if closing >= 0 and raw.find(b"\\", start, closing) < 0:
+            name, end = f"{_NAME} {len(tables)}", closing
+            tables[name] = whole[start:end]
+            parts.append(name.encode())
+        at = end
+    return b"".join([*parts, whole[at:]])
+
+
+def read_part(
+    reply: Any,
+    ask: Ask,
+    routing: RoutingShape | None,
+    first_row: int = 0,
+    tables: Tables | None = None,
+) -> Completion:
     """One reply. Raises _Mismatch, or what indexing wrong JSON raises."""
     tokens, meta = reply["output_ids"], reply["meta_info"]
     count = len(tokens)
     finish = meta["finish_reason"]["type"]
-    _expect(meta["id"] == ask.rid, f"an answer to {meta['id']!r}", f"one to {ask.rid!r}")
-    _expect(finish in _FINISHES, f"finish reason {finish!r}", " or ".join(_FINISHES))
-    whole = set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0
-    _expect(whole, f"output_ids {tokens!r:.80}", "integers, 0 or above")
-    nothing: list[Any] | None = [] if finish == "abort" and count == 0 else None
-    entries = meta.get("output_token_logprobs", nothing)
-    _expect(isinstance(entries, list), "no output_token_logprobs", f"{count} log-probs")
-    _expect(len(entries) == count, f"{len(entries)} log-probs", f"{count}, one a token")
-    values = list(map(_FIRST, entries))
-    good = set(map(type, values)) <= {float, int} and (
-        not values or (min(values) >= _LOWEST and max(values) <= _LOGPROB_SLACK)
-    )
-    _expect(good, f"{values!r:.200}", "finite log-probs, 0 or less")
-    same = list(map(_SECOND, entries)) == tokens
-    _expect(same, "log-probs of other tokens", "those of output_ids")
+    if meta["id"] != ask.rid:
+        raise _Mismatch(f"an answer to {meta['id']!r}", f"one to {ask.rid!r}")
+    if finish not in _FINISHES:
+        raise _Mismatch(f"finish reason {finish!r}", " or ".join(_FINISHES))
+    if not (set(map(type, tokens)) <= {int} and min(tokens, default=0) >= 0):
+        raise _Mismatch(f"output_ids {tokens!r:.80}", "integers, 0 or above")
+    logprobs = _logprobs(tokens, meta, finish)
     _check_count(count, finish, ask.budget)
     rows = None
     if routing is not None:
-        rows = _rows(meta, finish, len(ask.tokens) + count - 1, routing, first_row, ask.rows)
+        encoded: Any = meta.get("routed_experts")
+        if isinstance(encoded, str):
+            encoded = (tables or {}).get(encoded, encoded.encode())
+        end = len(ask.tokens) + count - 1
+        if finish != "abort" or _has_rows(encoded, end - first_row, routing):
+            rows = _routing(encoded, end - first_row, routing)[ask.rows - first_row :]
     return Completion(
         request_id=ask.rid,
         token_ids=np.array(tokens, np.int32),
-        logprobs=np.array(values, np.float32),
+        logprobs=logprobs,
         finish=finish,
         version_spans=_spans(meta, count),
         routing=rows,
@@ -129,21 +155,35 @@ class _Mismatch(Exception):
         self.found, self.expected = str(found), expected
 
 
-def _expect(condition: bool, found: object, expected: str) -> None:
-    if not condition:
-        raise _Mismatch(found, expected)
-
-
 def _complaint(rid: str, found: str, expected: str) -> str:
     return f"request {rid}: found {found}; expected: {expected}"
 
 
+def _logprobs(tokens: list[int], meta: dict[str, Any], finish: str) -> NDArray[np.float32]:
+    """f32 [tokens] of triples (log-prob, token, text)."""
+    count = len(tokens)
+    nothing: list[Any] | None = [] if finish == "abort" and count == 0 else None
+    entries = meta.get("output_token_logprobs", nothing)
+    if not isinstance(entries, list):
+        raise _Mismatch("no output_token_logprobs", f"{count} log-probs")
+    if len(entries) != count:
+        raise _Mismatch(f"{len(entries)} log-probs", f"{count}, one a token")
+    values = list(map(_FIRST, entries))
+    numbers = set(map(type, values)) <= {float, int}
+    if not numbers or (values and not (min(values) >= _LOWEST and max(values) <= _LOGPROB_SLACK)):
+        raise _Mismatch(f"{values!r:.200}", "finite log-probs, 0 or less")
+    if list(map(_SECOND, entries)) != tokens:
+        raise _Mismatch("log-probs of other tokens", "those of output_ids")
+    return np.array(values, np.float32)
+
+
 def _check_count(count: int, finish: str, limit: int) -> None:
-    _expect(count <= limit, f"{count} tokens", f"at most {limit}")
-    if finish == "length":
-        _expect(count == limit, f"a stop for length after {count} tokens", f"one after {limit}")
-    if finish == "stop":
-        _expect(count > 0, "a stop without an end token", "at least one token")
+    if count > limit:
+        raise _Mismatch(f"{count} tokens", f"at most {limit}")
+    if finish == "length" and count != limit:
+        raise _Mismatch(f"a stop for length after {count} tokens", f"one after {limit}")
+    if finish == "stop" and count == 0:
+        raise _Mismatch("a stop without an end token", "at least one token")
 
 
 def _spans(meta: dict[str, Any], count: int) -> tuple[VersionSpan, ...]:
@@ -151,56 +191,48 @@ def _spans(meta: dict[str, Any], count: int) -> tuple[VersionSpan, ...]:
     raw = meta.get("weight_versions") or [
         {"version": meta["weight_version"], "start": 0, "end": count}
     ]
-    spans = []
+    spans, at = [], 0
     for entry in raw:
-        version = entry["version"]
-        _expect(
-            isinstance(version, str) and version.isdecimal(),
-            f"weight version {version!r}",
-            "a decimal number, as a weight push sets it",
-        )
-        start, end = entry["start"], entry["end"]
-        _expect(type(start) is type(end) is int, f"version span {entry}", "integers")
+        version, start, end = entry["version"], entry["start"], entry["end"]
+        if not isinstance(version, str) or not version.isdecimal():
+            expected = "a decimal number, as a weight push sets it"
+            raise _Mismatch(f"weight version {version!r}", expected)
+        if not (type(start) is type(end) is int and start == at <= end):
+            raise _Mismatch(f"version spans {raw}", f"spans over 0..{count}")
         spans.append(VersionSpan(int(version), start, end))
-    bounds = [0, *(span.end for span in spans)]
-    covered = [span.start for span in spans] == bounds[:-1] and bounds[-1] == count
-    _expect(covered and bounds == sorted(bounds), f"version spans {raw}", f"spans over 0..{count}")
+        at = end
+    if at != count:
+        raise _Mismatch(f"version spans {raw}", f"spans over 0..{count}")
     return tuple(spans)
 
 
-def _rows(
-    meta: dict[str, Any], finish: str, end: int, shape: RoutingShape, first: int, known: int
-) -> NDArray[Any] | None:
-    """u8 | u16 [end - known, MoE layers, top-k]: rows ``known`` to ``end`` of a reply whose rows
-    begin at ``first``. None of a response that was aborted without having all of them.
-    """
-    encoded: Any = meta.get("routed_experts")
-    if finish == "abort":
-        wanted = {_encoded_length(end - first, layers, shape) for layers in _layers(shape)}
-        if end == first or not isinstance(encoded, str) or len(encoded) not in wanted:
-            return None
-    return _routing(encoded, end - first, shape)[known - first :]
+def _has_rows(encoded: bytes | memoryview | None, rows: int, shape: RoutingShape) -> bool:
+    """Whether an aborted response brings so many: it may have none, or an empty table."""
+    numbers = [rows * layers * shape.topk for layers in _layers(shape)]
+    return (
+        rows > 0 and encoded is not None and len(encoded) in [-(-4 * n // 3) * 4 for n in numbers]
+    )
 
 
 def _routing(encoded: Any, rows: int, shape: RoutingShape) -> NDArray[Any]:
-    """Servers report all layers, with anything for dense ones (SGLang), or those with experts (the
-    embedded server).
+    """u8 | u16 [rows, MoE layers, top-k]. Servers report all layers, with anything for dense ones
+    (SGLang), or those with experts (the embedded server).
     """
-    _expect(isinstance(encoded, str), "no routed_experts", "routed experts in base64")
+    if not isinstance(encoded, bytes | memoryview):
+        raise _Mismatch("no routed_experts", "routed experts in base64")
     try:
-        flat = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
-    except (binascii.Error, ValueError) as error:
-        raise _Mismatch(
-            f"routed experts that do not decode ({error})", "base64 of int32"
-        ) from error
+        flat = from_base64(encoded)
+    except CodecError as error:
+        found = f"routed experts that do not decode ({error})"
+        raise _Mismatch(found, "base64 of int32") from error
     some, every = _layers(shape)
     layers = flat.size / (rows * shape.topk)
-    _expect(
-        layers in (some, every),
-        f"{flat.size} routed experts, those of {layers:g} layers",
-        f"{(rows, some, shape.topk)}, or of all {every} layers",
-    )
-    ids = flat.reshape(rows, int(layers), shape.topk).astype(np.int32, copy=False)
+    if layers not in (some, every):
+        raise _Mismatch(
+            f"{flat.size} routed experts, those of {layers:g} layers",
+            f"{(rows, some, shape.topk)}, or of all {every} layers",
+        )
+    ids = flat.reshape(rows, int(layers), shape.topk)
     if layers != some:
         ids = ids[:, list(shape.moe_layers)]
     try:
@@ -211,7 +243,3 @@ def _routing(encoded: Any, rows: int, shape: RoutingShape) -> NDArray[Any]:
 
 def _layers(shape: RoutingShape) -> tuple[int, int]:
     return shape.num_moe_layers, len(shape.moe_layers)
-
-
-def _encoded_length(rows: int, layers: int, shape: RoutingShape) -> int:
-    return -(-(rows * layers * shape.topk * 4) // 3) * 4

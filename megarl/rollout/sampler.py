@@ -76,6 +76,7 @@ async def sample_group(
             group.failed = str(error)
             break
         where = lease.member
+        group.troubled = isinstance(outcome, Failure)
         if isinstance(outcome, Withdrawn):
             group.withdrawn += not lease.recalled
         elif isinstance(outcome, Refusal):
@@ -84,13 +85,12 @@ async def sample_group(
             group.home = None
             if outcome.taken:
                 group.failure(where, outcome.reason)
-            await _pause(group.failures)
         else:
             group.take(outcome, where, recalled=lease.recalled)
             if outcome.wrong:
                 group.failure(where, outcome.wrong)
-            if outcome.wrong or group.fruitless:
-                await _pause(group.failures + group.fruitless)
+        if group.troubled and not group.ended:
+            await _pause(group.failures + group.fruitless)
     return group.result()
 
 
@@ -169,6 +169,7 @@ class _Group:
         self.home: Member | None = None
         self.avoid: frozenset[Member] = frozenset()
         self.failed, self.discarded = "", False
+        self.troubled = False  # its last request brought nothing that was hoped for
         self.failures = self.withdrawn = self.fruitless = self.tokens = 0
 
     @property
@@ -213,6 +214,7 @@ class _Group:
                 response.start_anew()  # the routing of its last tokens will never be known
             aborts += finish == "abort"
         self.fruitless = 0 if progress or recalled or not aborts else self.fruitless + 1
+        self.troubled = bool(answer.wrong or self.fruitless)
         if self.fruitless == _FRUITLESS:
             self.failed = (
                 f"{server.name} ({server.url}): found {aborts} of {len(self.responses)} "

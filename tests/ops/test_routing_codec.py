@@ -1,5 +1,7 @@
 """Routing comes back bit for bit, in few bits, and nothing that is no routing gets through."""
 
+import base64
+import binascii
 import itertools
 import struct
 import zlib
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.ops import routing_codec
-from megarl.ops.routing_codec import CodecError, decode, encode, narrow
+from megarl.ops.routing_codec import CodecError, decode, encode, from_base64, narrow
 
 HEADER = 32
 
@@ -310,3 +312,65 @@ def test_the_kernel_refuses_by_itself_what_it_could_not_survive() -> None:
     for wrong in (np.zeros(8), np.zeros(16, np.uint8)[::2], np.zeros(8, np.int64)):
         with pytest.raises(TypeError):
             host.pack_ids(wrong, 3)
+
+
+# --- base64, as servers send it -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 6, 7, 384, 1001])
+@pytest.mark.parametrize("view", [bytes, memoryview])
+def test_numbers_come_out_of_base64(part: str, count: int, view: Any) -> None:
+    """All lengths of padding, negative and large numbers, every character."""
+    ids = np.random.default_rng(count).integers(-(2**31), 2**31, count).astype("<i4")
+    text = base64.b64encode(ids.tobytes())
+    found = from_base64(view(text))
+    assert found.dtype == np.int32 and found.tolist() == ids.tolist()
+
+
+BAD_BASE64 = [
+    b"AAA",  # no four characters
+    b"AAAA",  # three bytes, which are no int32
+    b"AAAAA===",
+    b"A=======",
+    b"====",
+    b"AAAAAA==AAAAAA==",  # padding in the middle
+    b"AA==AAAAAA==",
+    b"AAAAAAA=",  # five bytes
+    b"AAAAAA=A",
+    b"AAAA\nAA==",
+    b"AAAAAA=\n",
+    b"AAA AA==",
+    b"AAA-AA==",  # another alphabet
+    b"AAA_AA==",
+    b"AAA\x00AA==",
+    b"AAA\xffAA==",
+    b"\x80AAAAA==",
+]
+
+
+@pytest.mark.parametrize("text", BAD_BASE64, ids=repr)
+def test_what_is_no_base64_of_numbers_is_refused(part: str, text: bytes) -> None:
+    with pytest.raises(CodecError, match="are no base64 of int32"):
+        from_base64(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(
+        st.binary(max_size=40),
+        st.text("AQgw+/=\n-", max_size=24).map(str.encode),
+        st.binary(max_size=30).map(lambda b: base64.b64encode(b)),
+    )
+)
+def test_pythons_own_strict_mode_takes_and_refuses_the_same(text: bytes) -> None:
+    expected: Any
+    try:
+        raw = base64.b64decode(text, validate=True)
+        expected = None if len(raw) % 4 else list(struct.unpack(f"<{len(raw) // 4}i", raw))
+    except binascii.Error:
+        expected = None
+    try:
+        found = from_base64(text).tolist()
+    except CodecError:
+        found = None
+    assert found == expected

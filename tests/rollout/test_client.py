@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.errors import ServerError
 from megarl.rollout.client import (
     Answer,
     Ask,
@@ -18,7 +17,6 @@ from megarl.rollout.client import (
     RolloutClient,
     new_rids,
 )
-from megarl.rollout.control import OPERATIONS, ServerControl
 from megarl.types import Completion, RoutingShape, Sampling
 from tests.rollout.conftest import EXPERTS, LAYERS, TOP_K, Reference, Server
 
@@ -173,6 +171,41 @@ BAD_REPLIES: dict[str, tuple[Change, str]] = {
         change_meta(weight_versions=[span("default", 0, 3)]),
         "'default'",
     ),
+    "a version span of no integers": (
+        change_meta(weight_versions=[{"version": "1", "start": 0.0, "end": 3.0}]),
+        "spans over 0..3",
+    ),
+    "versions that go back": (
+        change_meta(weight_versions=[span("1", 0, 2), span("2", 2, 1), span("2", 1, 3)]),
+        "spans over 0..3",
+    ),
+    "a log-prob that fp32 cannot hold": (
+        change_meta(output_token_logprobs=[[-1e300, 4, None], [-1, 5, None], [-1, 1, None]]),
+        "finite log-probs",
+    ),
+    "a log-prob that is a text": (
+        change_meta(output_token_logprobs=[["-1", 4, None], [-1, 5, None], [-1, 1, None]]),
+        "finite log-probs",
+    ),
+    "a log-prob that is false": (
+        change_meta(output_token_logprobs=[[False, 4, None], [-1, 5, None], [-1, 1, None]]),
+        "finite log-probs",
+    ),
+    "a token that is no integer": (lambda r: r.update(output_ids=[4.0, 5, 1]), "integers"),
+    "a token below 0": (lambda r: r.update(output_ids=[-4, 5, 1]), "0 or above"),
+    "a token beyond 32 bits": (
+        lambda r: r.update(
+            output_ids=[2**40, 5, 1],
+            meta_info=r["meta_info"]
+            | {"output_token_logprobs": [[-1, 2**40, None], [-1, 5, None], [-1, 1, None]]},
+        ),
+        "a response",
+    ),
+    "log-probs that are no triples": (
+        change_meta(output_token_logprobs=[-0.5, -1.5, 0.0]),
+        "a response",
+    ),
+    "no tokens at all": (lambda r: r.update(output_ids=None), "a response"),
     "no meta_info": (lambda r: {"output_ids": [4]}, "meta_info"),
     "no object": (lambda r: "text", "a response"),
 }
@@ -263,14 +296,6 @@ def test_a_server_that_is_not_there() -> None:
     assert outcome.reason.startswith("no connection")
 
 
-def test_proxies_of_the_environment_are_not_used(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert ServerControl(server.url, server.key).control("digest", {}, 10)["digests"]
-
-
 def test_a_group_from_the_real_server(server: Server, reference_a: Reference) -> None:
     """Half of it is continued by another request: together they are what one request gives."""
     shape = RoutingShape((True,) * LAYERS, TOP_K, EXPERTS)
@@ -311,73 +336,3 @@ def test_a_group_from_the_real_server(server: Server, reference_a: Reference) ->
         assert one.token_ids.tolist() == other.token_ids[-1:].tolist()
         assert one.routing is not None and other.routing is not None
         assert one.routing.tolist() == other.routing[-1:].tolist()
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_control_takes_nothing_but_success(op: str) -> None:
-    """200 with success false, an error status, silence and rubbish: an error naming server and
-    call."""
-
-    async def check() -> None:
-        answers: list[Any] = [
-            web.json_response({"success": False, "message": "half written"}),
-            web.json_response({"success": False, "message": "half written"}, status=400),
-            web.Response(text="rubbish"),
-        ]
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            await request.read()
-            if not answers:
-                await asyncio.sleep(30)
-            return answers.pop(0)
-
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        control = ServerControl(f"http://{host}:{port}", "key", name="server 5")
-        path = OPERATIONS[op][0].path
-        for message in ("half written", "half written", "not JSON", "did not end within 0.3 s"):
-            start = time.monotonic()
-            with pytest.raises(ServerError) as caught:
-                await asyncio.to_thread(control.control, op, {"version": 1}, 0.3)
-            assert message in str(caught.value) and path in str(caught.value)
-            assert "server 5" in str(caught.value) and time.monotonic() - start < 3
-        await runner.cleanup()
-
-    asyncio.run(check())
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        ({"digests": {"a": "1"}}, {"a": "1"}),
-        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "1"}}]}, {"a": "1"}),
-        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "2"}}]}, "different weights"),
-        ({"ranks": [{"checksums": {}}]}, "no weight digests"),
-        ({"success": True}, "no weight digests"),
-    ],
-)
-def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) -> None:
-    async def check() -> None:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            assert await request.json() == {"action": "digest", "selector": "target"}
-            return web.json_response(reply)
-
-        app = web.Application()
-        app.router.add_post("/weights_checker", handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
-        if isinstance(expected, dict):
-            got = await asyncio.to_thread(control.control, "digest", {}, 5)
-            assert got == {"digests": expected}
-        else:
-            with pytest.raises(ServerError, match=expected):
-                await asyncio.to_thread(control.control, "digest", {}, 5)
-        await runner.cleanup()
-
-    asyncio.run(check())

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import re
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megarl.rollout.client import Answer
+from megarl.rollout.client import Answer, Ask
+from megarl.rollout.replies import read_answer
 from megarl.types import RoutingShape
-from tests.rollout.test_client import answering, change_meta
+from tests.rollout.test_client import answering, change_meta, good_reply
 
 D, E = False, True
 ROWS = 4  # 2 + 3 tokens of which the last was never routed
@@ -103,3 +105,68 @@ def test_an_aborted_response_need_not_have_been_routed(raw: str | None, count: i
 def test_a_server_that_does_not_report_is_an_error() -> None:
     assert re.search("found no routed_experts", ask(None, ALL))
     assert re.search("do not decode", ask(None, ALL, raw="no base64!"))
+
+
+# --- tables are cut out before the rest is parsed -------------------------------------------------
+
+
+def raw_of(replies: Any, separators: tuple[str, str] = (",", ":")) -> bytes:
+    return json.dumps(replies, separators=separators).encode()
+
+
+def asked(count: int) -> list[Ask]:
+    return [Ask(f"r{i}", [2, 3], 3, i) for i in range(count)]
+
+
+def replies_with(tables: list[Any]) -> list[dict[str, Any]]:
+    replies = [good_reply(f"r{i}") for i in range(len(tables))]
+    for reply, table in zip(replies, tables, strict=True):
+        reply["meta_info"]["routed_experts"] = table
+    return replies
+
+
+def encoded(ids: NDArray[Any]) -> str:
+    return base64.b64encode(ids.astype("<i4").tobytes()).decode()
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", "\t:\n ")])
+def test_every_sequence_gets_its_own_table(separators: tuple[str, str]) -> None:
+    expected = [(choices(ALL) + i) % 256 for i in range(12)]
+    replies = replies_with([encoded(ids) for ids in expected])
+    replies[3]["text"] = 'says "routed_experts": "AAAA" and \\ and \\"'
+    replies[4]["meta_info"]["routed_experts_start_len"] = 0
+    answer = read_answer(raw_of(replies, separators), asked(12), ALL)
+    assert not answer.wrong
+    for part, ids in zip(answer.parts, expected, strict=True):
+        assert part is not None and part.routing is not None
+        assert part.routing.tolist() == ids.tolist()
+
+
+def test_escapes_in_a_table_are_the_parsers_business() -> None:
+    table = encoded(choices(ALL))
+    raw = raw_of(replies_with(["*", "*"])).replace(b'"*"', f'"{table}"'.encode(), 1)
+    escaped = "".join(f"\\u{ord(c):04x}" for c in table)
+    for spelled in (table.replace("/", "\\/").replace("A", "\\u0041"), escaped):
+        answer = read_answer(raw.replace(b'"*"', f'"{spelled}"'.encode()), asked(2), ALL)
+        assert not answer.wrong
+        first, second = answer.parts
+        assert first is not None and second is not None
+        assert first.routing is not None and second.routing is not None
+        assert first.routing.tolist() == second.routing.tolist() == choices(ALL).tolist()
+
+
+@pytest.mark.parametrize(
+    "other", [0, 1, "0", "table 0", "", [], {}, None, True, "r0", {"routed_experts": "AAAA"}]
+)
+def test_nobody_gets_the_table_of_another(other: Any) -> None:
+    answer = read_answer(raw_of(replies_with([encoded(choices(ALL)), other])), asked(2), ALL)
+    first, second = answer.parts
+    assert first is not None and first.routing is not None and second is None
+    assert answer.wrong.startswith("request r1: found ")
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 10, 60, 200])
+def test_half_an_answer_is_no_answer(cut: int) -> None:
+    raw = raw_of(replies_with([encoded(choices(ALL))] * 2))
+    answer = read_answer(raw[:-cut], asked(2), ALL)
+    assert answer.parts == (None, None) and "expected: JSON" in answer.wrong

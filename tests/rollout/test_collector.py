@@ -1,18 +1,23 @@
 """A collector and its process: requests in, scored groups out, over a socket."""
 
-import os
+import asyncio
+import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
-from megarl.errors import RunError
+from megarl.errors import ServerError
 from megarl.protocols import Collector as CollectorProtocol
-from megarl.rollout.collector import Collector, CollectorSettings
-from megarl.types import GroupOutcome, GroupRequest, Prompt, Sampling, VersionSpan
+from megarl.rollout.collector import Collector
+from megarl.rollout.seeds import sample_seeds
+from megarl.types import GroupOutcome, GroupRequest, Mean, Prompt, Sampling, VersionSpan
+from tests.rollout.collecting import BUDGET, KEY, REWARDS, request, settings_in, taken, write_folder
 from tests.rollout.scripted import (
     EOS,
     SHAPE,
@@ -23,35 +28,17 @@ from tests.rollout.scripted import (
     respond,
     routing_of,
 )
-from tests.rollout.spelling import write_tokenizer
-
-BUDGET = 10
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("collector")
-    write_tokenizer(made, VOCAB, EOS)
-    (made / "key").write_text("secret-key\n")
-    (made / "key").chmod(0o600)
-    return made
-
-
-def settings_in(folder: Path, **changes: Any) -> CollectorSettings:
-    given: dict[str, Any] = {
-        "hf": folder,
-        "eos_ids": (EOS,),
-        "reward": "import:tests.rollout.rewards:even_length",
-        "key_file": folder / "key",
-        "log_file": folder / "logs" / "collector_0.log",
-        "routing": SHAPE,
-    }
-    return CollectorSettings(**(given | changes))
+    return write_folder(tmp_path_factory.mktemp("collector"), VOCAB, EOS)
 
 
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Collector]:
-    made = Collector(settings_in(folder))
+    given = {"routing": SHAPE, "max_attempts": 2, "reward": f"{REWARDS}mixed"}
+    made = Collector(settings_in(folder, **given))
     yield made
     made.close()
 
@@ -61,26 +48,9 @@ def collector(shared: Collector) -> Iterator[Collector]:
     """The module's collector, without servers and without groups; left so again."""
     yield shared
     shared.serve_from([])
+    shared.resume()
     shared.suspects()
     assert shared.take() == []
-
-
-def request(serial: int, *, group: int = 4, prompt: int = 3) -> GroupRequest:
-    asked = Prompt(f"p{serial}", tuple(range(2, 2 + prompt)), {"answer": serial % 2})
-    seeds = tuple(1000 * serial + i for i in range(group))
-    return GroupRequest(serial, 1, asked, seeds, Sampling(1.0, BUDGET))
-
-
-def taken(collector: Collector, count: int, timeout_s: float = 60.0) -> dict[int, GroupOutcome]:
-    """``count`` outcomes by serial, as they come."""
-    found: dict[int, GroupOutcome] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(found) < count:
-        assert time.monotonic() < deadline, f"{len(found)} of {count}"
-        collector.wait(1, 1.0)
-        found |= {outcome.serial: outcome for outcome in collector.take()}
-        collector.suspects()
-    return found
 
 
 def check(outcome: GroupOutcome, asked: GroupRequest, version: int = 0) -> None:
@@ -111,31 +81,55 @@ def test_groups_come_back_scored(collector: Collector) -> None:
         found = taken(collector, 20)
         for asked in requests:
             check(found[asked.serial], asked, version=7)
-        assert server.keys == {"Bearer secret-key"}
+        assert server.keys == {f"Bearer {KEY}"}
     assert collector.reward_names == ("reward",)
 
 
-def test_its_death_is_told_with_its_exit_and_the_end_of_its_log(
-    folder: Path, tmp_path: Path
-) -> None:
-    made = Collector(settings_in(folder, log_file=tmp_path / "collector_3.log"))
-    made.serve_from([])
-    made.issue([request(0)])
-    os.kill(made.pid, 9)
+def test_what_comes_over_can_be_worked_on_and_is_not_shared(collector: Collector) -> None:
+    server = Server()
+    with in_thread(server):
+        collector.serve_from([server.member])
+        collector.issue([request(0), request(1)])
+        outcomes = taken(collector, 2)
+    before = outcomes[1].samples[0].tokens.copy()
+    for sample in outcomes[0].samples:
+        for array in (sample.tokens, sample.mask, sample.rollout_logprobs, sample.routing):
+            assert array is not None and array.flags.writeable and array.flags.aligned
+            array.fill(0)
+    assert (outcomes[1].samples[0].tokens == before).all()
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"answer": 0, "deep": [{"a": None}, [1.5, "x"]], "": True},
+        {"answer": 0, "text": 'quo"te\n\u2028 \U0001f600 \ud800'},
+        {"answer": 0, "large": 2**200, "small": -(2**70)},
+    ],
+    ids=["nested", "text", "numbers"],
+)
+def test_a_payload_reaches_the_reward_as_it_was(collector: Collector, payload: Any) -> None:
+    server = Server()
+    with in_thread(server):
+        collector.serve_from([server.member])
+        (asked,) = requests = [request(0, **payload)]
+        collector.issue(requests)
+        check(taken(collector, 1)[0], asked)
+
+
+def test_waiting_ends_by_its_time(collector: Collector) -> None:
+    collector.issue([request(0)])
     start = time.monotonic()
-    made.wait(1, 30.0)
-    with pytest.raises(RunError, match=r"signal SIGKILL; end of .*collector_3\.log"):
-        made.take()
-    with pytest.raises(RunError, match="SIGKILL"):
-        made.recall()
-    assert time.monotonic() - start < 10
-    made.close()
+    collector.wait(1, 0.2)
+    assert 0.15 < time.monotonic() - start < 2 and collector.take() == []
+    server = Server()
+    with in_thread(server):
+        collector.serve_from([server.member])
+        check(taken(collector, 1)[0], request(0))
 
 
 def test_a_recall_takes_everything_back_until_it_resumes(collector: Collector) -> None:
     """Every response is aborted after 4 tokens, then goes on."""
-    import asyncio
-
     released = asyncio.Event()
 
     async def held_back(server: Server, request: Any, body: Any) -> Any:
@@ -154,9 +148,181 @@ def test_a_recall_takes_everything_back_until_it_resumes(collector: Collector) -
         assert server.open == 0 and len(server.bodies) == 6
         collector.wait(6, 0.3)
         early = {o.serial: o for o in collector.take()}
+        assert len(server.bodies) == 6
         released.set()
         collector.resume()
         found = early | taken(collector, 6 - len(early))
         for asked in requests:
             check(found[asked.serial], asked)
         assert all(body["routed_experts_start_len"] == 6 for body in server.bodies[6:])
+
+
+def test_f2_what_has_ended_stays_until_it_is_taken(collector: Collector) -> None:
+    """Nobody takes 9 groups when they end: they are there for the next one who asks."""
+    server = Server()
+    with in_thread(server):
+        collector.serve_from([server.member])
+        collector.issue([request(serial) for serial in range(9)])
+        deadline = time.monotonic() + 30
+        ready: list[GroupOutcome] = []
+        while len(ready) < 9:
+            assert time.monotonic() < deadline
+            collector.wait(9 - len(ready), 1.0)
+            ready += collector.take()
+        assert sorted(o.serial for o in ready) == list(range(9))
+        collector.recall()
+        assert collector.take() == []
+        collector.resume()
+
+
+def test_failures_come_back_as_outcomes_and_suspects(collector: Collector) -> None:
+    async def script(server: Server, request: Any, body: Any) -> Any:
+        if body["input_ids"][0][0] != 2:
+            return web.json_response({"error": "no such token"}, status=400)
+        return web.json_response({"error": "oom"}, status=500)
+
+    server = Server(script=script)
+    with in_thread(server):
+        collector.serve_from([server.member])
+        refused = replace(request(1), prompt=Prompt("q", (3, 4), {"answer": 0}))
+        collector.issue([refused])
+        (outcome,) = taken(collector, 1).values()
+        assert outcome.samples == () and 'HTTP 400: {"error": "no such token"}' in outcome.failed
+        collector.issue([request(2)])
+        while not (suspects := collector.suspects()):
+            collector.wait(1, 1.0)
+        assert suspects == {server.member: 'HTTP 500: {"error": "oom"}'}
+        assert collector.suspects() == {}
+        outcome = taken(collector, 1)[2]
+        assert outcome.attempts == 2 and outcome.failed.startswith("failed 2 times, the last time")
+
+
+def test_servers_change_while_groups_are_under_way(collector: Collector) -> None:
+    async def never(server: Server, request: Any, body: Any) -> Any:
+        await asyncio.sleep(60)
+
+    gone, serving = Server(script=never), Server()
+    with in_thread(gone, serving):
+        collector.serve_from([gone.member])
+        requests = [request(serial) for serial in range(5)]
+        collector.issue(requests)
+        while gone.open < 5:
+            time.sleep(0.01)
+        collector.serve_from([serving.member])
+        found = taken(collector, 5)
+        for asked in requests:
+            check(found[asked.serial], asked)
+            assert found[asked.serial].attempts == 2
+        assert len(gone.aborted) == 20
+
+
+# --- routing is probed ----------------------------------------------------------------------------
+
+
+def without(field: str) -> Any:
+    async def script(server: Server, request: Any, body: Any) -> Any:
+        replies = server.replies(body)
+        for reply in replies:
+            reply["meta_info"].pop(field)
+        return replies
+
+    return script
+
+
+async def refusing(server: Server, request: Any, body: Any) -> Any:
+    return web.json_response({"error": "return_routed_experts: not enabled"}, status=400)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (None, ""),
+        (without("routed_experts"), "found no routed_experts"),
+        (refusing, "HTTP 400.*not enabled"),
+    ],
+)
+def test_a_server_that_does_not_report_is_found_at_the_start(
+    collector: Collector, script: Any, words: str
+) -> None:
+    servers = [Server(), Server(script=script, name="server 1")]
+    with in_thread(*servers):
+        collector.serve_from([server.member for server in servers])
+        if not words:
+            collector.probe_routing([3, 4, 5])
+        else:
+            with pytest.raises(ServerError, match=words) as refusal:
+                collector.probe_routing([3, 4, 5])
+            said = str(refusal.value)
+            assert said.startswith("moe.routing_replay=rollout: server 1 (http://127.0.0.1:")
+            assert "--enable-return-routed-experts" in said
+        for server in servers:
+            (body,) = server.bodies
+            assert body["return_routed_experts"] is True
+            assert body["sampling_params"][0]["max_new_tokens"] == 1
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def test_an_evaluation_samples_as_it_says_and_nothing_of_it_is_taken(collector: Collector) -> None:
+    server = Server()
+    prompts = [request(serial).prompt for serial in range(7)]
+    sampling = Sampling(0.6, 6, top_p=0.95, top_k=20, min_p=0.01)
+    given: dict[str, Any] = {"area": "eval/own", "samples_per_prompt": 3, "pass_at": (1, 2, 3)}
+    with in_thread(server):
+        collector.serve_from([server.member])
+        found = {m.name: m.value for m in collector.evaluate(prompts, sampling, **given)}
+        first, server.bodies = server.bodies, []
+        collector.issue([request(50)])
+        again = {m.name: m.value for m in collector.evaluate(prompts, sampling, **given)}
+        check(taken(collector, 1)[50], request(50))
+        second = [body for body in server.bodies if len(body["rid"]) == 3]
+    assert found == again and set(found) >= {"eval/own/accuracy", "eval/own/truncated"}
+    seeds = [[p["sampling_seed"] for p in body["sampling_params"]] for body in first]
+    assert sorted(seeds) == sorted(
+        [p["sampling_seed"] for p in body["sampling_params"]] for body in second
+    )
+    assert len({seed for group in seeds for seed in group}) == 21
+    right = []
+    for serial, own in enumerate(sample_seeds(0, 0, prompts, 3)):
+        assert own in seeds
+        responses = [respond(3, seed, 6) for seed in own]
+        right.append([f == "stop" and (len(t) - 1) % 2 == serial % 2 for t, f in responses])
+    assert found["eval/own/accuracy"] == Mean(sum(map(sum, right)), 21)
+    for k in (1, 2, 3):
+        subsets = [list(itertools.combinations(group, k)) for group in right]
+        passed = sum(sum(map(any, subset)) / len(subset) for subset in subsets)
+        value = found[f"eval/own/pass@{k}"]
+        assert isinstance(value, Mean) and value.count == 7
+        assert value.total == pytest.approx(passed)
+    for body in first:
+        assert "return_routed_experts" not in body
+        for params in body["sampling_params"]:
+            kept = {k: params[k] for k in ("temperature", "top_p", "top_k", "min_p")}
+            assert kept == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01}
+
+
+def test_an_evaluation_that_cannot_be_had_says_why(collector: Collector) -> None:
+    server = Server(script=refusing)
+    with in_thread(server):
+        collector.serve_from([server.member])
+        with pytest.raises(ServerError, match=r"evaluation, prompt p3: server 0 .* HTTP 400"):
+            collector.evaluate([request(3).prompt], Sampling(1.0, 4), area="eval")
+
+
+def test_slow_rewards_do_not_keep_requests_from_being_answered(collector: Collector) -> None:
+    """Rewards take 0.2 s a response and run one after the other; servers are done long before."""
+    server = Server()
+    requests = [request(n, group=2, reward=1.0, sleep=0.2) for n in range(5)]
+    scored = [respond(3, s, BUDGET)[1] == "stop" for r in requests for s in r.seeds]
+    assert sum(scored) >= 3, "choose other seeds"
+    with in_thread(server):
+        collector.serve_from([server.member])
+        start = time.monotonic()
+        collector.issue(requests)
+        while len(server.bodies) < 5:
+            time.sleep(0.005)
+        asked = time.monotonic() - start
+        taken(collector, 5)
+        spent = time.monotonic() - start
+    assert spent >= 0.2 * sum(scored) and asked < spent / 2

@@ -1,0 +1,140 @@
+"""Servers that fail a group: what that costs, how often it is borne, and what is said then."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.rollout.scripted import Server
+from tests.rollout.test_sampler import check_whole, interrupting, request, rules, sampled
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.sampler._BACK_OFF_S", 0.005)
+    monkeypatch.setattr("megarl.rollout.pool._PAUSE_S", 0.01)
+
+
+def breaks(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+def failing(times: int, how: Callable[[Server, web.Request, Any], Any], **fields: Any) -> Server:
+    """A server whose first requests end like ``how``."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if len(server.bodies) > times:
+            return None
+        return how(server, request, body)
+
+    return Server(script=script, **fields)
+
+
+def no_logprobs(server: Server, request: web.Request, body: Any) -> Any:
+    replies = server.replies(body)
+    for reply in replies[1:]:
+        del reply["meta_info"]["output_token_logprobs"]
+    return replies
+
+
+def one_logprob_short(server: Server, request: web.Request, body: Any) -> Any:
+    replies = server.replies(body)
+    replies[-1]["meta_info"]["output_token_logprobs"].pop()
+    return replies
+
+
+FAILURES: dict[str, Callable[[Server, web.Request, Any], Any]] = {
+    "a broken connection": lambda s, request, body: breaks(request),
+    "500": lambda s, r, b: web.json_response({"error": "out of memory"}, status=500),
+    "no JSON": lambda s, r, b: web.Response(text="<html>"),
+    "half a JSON": lambda s, r, b: web.Response(text='[{"output_ids": [4, 5'),
+    "too few answers": lambda s, r, b: s.replies(b)[:-1],
+    "an answer without log-probs": no_logprobs,
+    "a log-prob too few": one_logprob_short,
+    "answers in another order": lambda s, r, b: s.replies(b)[::-1],
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_costs_what_was_not_known_and_nothing_else(name: str) -> None:
+    server = failing(2, FAILURES[name])
+    found = sampled(server)
+    check_whole(found, request())
+    assert found.attempts == 3 and len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("name", ["an answer without log-probs", "a log-prob too few"])
+def test_f5_right_answers_beside_a_wrong_one_are_kept(name: str) -> None:
+    server = failing(1, FAILURES[name])
+    check_whole(sampled(server), request())
+    wrong = 3 if name == "an answer without log-probs" else 1
+    assert [len(body["rid"]) for body in server.bodies] == [4, wrong]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_are_bounded_and_said(name: str) -> None:
+    server = failing(99, FAILURES[name])
+    found = sampled(server, by=rules(attempts=2))
+    assert found.completions == () and found.attempts == 2 and len(server.bodies) == 2
+    assert found.failed.startswith(f"failed 2 times, the last time at server 0 ({server.url}): ")
+
+
+def test_a_refusal_ends_the_group_at_once() -> None:
+    server = failing(1, lambda s, r, b: web.json_response({"error": "too long"}, status=400))
+    found = sampled(server)
+    assert len(server.bodies) == 1 and found.completions == ()
+    expected = f'server 0 ({server.url}) refused it: HTTP 400: {{"error": "too long"}}'
+    assert found.failed == expected
+
+
+def test_f1_orphans_are_aborted_before_their_successors_are_asked_for() -> None:
+    order: list[str] = []
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        order.append("asked")
+        if len(server.bodies) == 1:
+            breaks(request)
+            await asyncio.sleep(30)
+        return None
+
+    class Watched(Server):
+        async def handle(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/abort_request":
+                order.append("aborted")
+            return await super().handle(request)
+
+    server = Watched(script=script)
+    found = sampled(server)
+    check_whole(found, request())
+    first, second = (body["rid"] for body in server.bodies)
+    assert sorted(server.aborted) == sorted(first) and set(first).isdisjoint(second)
+    assert order == ["asked", *["aborted"] * 4, "asked"]
+    assert [c.request_id for c in found.completions] == second
+
+
+def test_an_abort_without_tokens_is_no_failure_but_bounded() -> None:
+    """F5: the response waited in a queue; what it had before is kept."""
+    server = interrupting(4, 0, 0, 0)
+    check_whole(sampled(server, by=rules(attempts=1)), request())
+
+
+def test_aborts_without_end_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.sampler._LONGEST_BACK_OFF_S", 0.01)
+    server = interrupting(*[0] * 99)
+    found = sampled(server)
+    words = f"server 0 ({server.url}): found 4 of 4 responses aborted, 20 times in a row"
+    assert found.failed.startswith(words) and len(server.bodies) == 20
+
+
+def test_a_server_that_is_busy_or_not_there_costs_no_attempt() -> None:
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if len(server.bodies) <= 3:
+            return web.Response(status=(503, 429, 408)[len(server.bodies) - 1])
+        return None
+
+    found = sampled(Server(script=script), by=rules(attempts=1))
+    check_whole(found, request())
+    assert found.attempts == 1

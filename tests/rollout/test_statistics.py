@@ -1,0 +1,50 @@
+"""Metrics of samples: sums and counts, by closed forms."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.rollout.statistics import component_metrics, pass_at_k, rollout_metrics
+from megarl.types import Max, Mean, Metric, Sum
+from tests.helpers.samples import random_samples
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(samples: int) -> None:
+    for correct in range(samples + 1):
+        right = [i < correct for i in range(samples)]
+        for k in range(1, samples + 1):
+            subsets = list(itertools.combinations(right, k))
+            expected = sum(map(any, subsets)) / len(subsets)
+            assert pass_at_k(samples, correct, k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_component_metrics_are_means_and_only_of_several_components() -> None:
+    samples = [replace(s, rewards=np.array([0.5, 2], np.float32)) for s in random_samples(1, 3)]
+    assert component_metrics(samples, ("a", "b"), "rollout") == [
+        Metric("rollout/reward/a", Mean(1.5, 3)),
+        Metric("rollout/reward/b", Mean(6.0, 3)),
+    ]
+    assert component_metrics(samples, ("a",), "rollout") == []
+    assert component_metrics([], ("a", "b"), "eval")[0] == Metric("eval/reward/a", Mean(0, 0))
+
+
+def test_metrics_of_collectors_add_up() -> None:
+    """Two collectors' sums and counts are those of one that has all of it."""
+    samples = random_samples(3, 4)
+    found = {m.name: m.value for m in rollout_metrics(samples, "rollout")}
+    assert found["rollout/reward"] == Mean(sum(s.reward for s in samples), 12)
+    assert found["rollout/accuracy"] == Mean(sum(s.correct for s in samples), 12)
+    trained = [int(s.mask.sum()) for s in samples]
+    assert found["rollout/response_length"] == Mean(sum(trained), 12)
+    assert found["rollout/response_length_max"] == Max(max(trained))
+    assert found["rollout/tokens"] == Sum(sum(len(s.tokens) for s in samples))
+    parts = [rollout_metrics(part, "rollout") for part in (samples[:5], samples[5:], [])]
+    for metrics in zip(*parts, strict=True):
+        whole = found[metrics[0].name]
+        if isinstance(whole, Mean):
+            values = [m.value for m in metrics]
+            assert sum(v.total for v in values) == pytest.approx(whole.total)  # type: ignore[union-attr]
+            assert sum(v.count for v in values) == whole.count  # type: ignore[union-attr]
