@@ -63,8 +63,15 @@ def load_config(
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Tell files from ``key=value`` overrides in one list of command-line arguments."""
-    overrides = [a for a in arguments if "=" in a and not Path(a).is_file()]
+    overrides = [a for a in arguments if "=" in a and not _is_file(a)]
     return [Path(a) for a in arguments if a not in overrides], overrides
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # longer than a name may be
+        return False
 
 
 def dump_given(config: Config) -> str:

@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, Problem, ServerError
 from megarl.rollout.control import ServerControl
 from megarl.rollout.discovery import Discovery
 from megarl.rollout.keeper import ManagedKeeper, NamedKeeper
-from megarl.rollout.managed import ManagedServer
+from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
 from megarl.rollout.router import Router
 from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
@@ -104,7 +104,7 @@ class Fleet:
         ]
 
     def close(self) -> None:
-        """Ends the managed servers, and the router; others are left alone."""
+        """Ends the managed servers, all at once, and the router; others are left alone."""
         if self.router is not None:
             self.router.close()
         if self._discovery is not None:
@@ -112,8 +112,9 @@ class Fleet:
         for keeper in self._fixed:
             if isinstance(keeper, ManagedKeeper):
                 keeper.signal(signal.SIGTERM)
+        deadline = time.monotonic() + TERM_S
         for keeper in self._fixed:
-            keeper.close()
+            keeper.close(max(0.0, deadline - time.monotonic()))
 
     def _of(self, member: Member) -> list[Keeper]:
         return [keeper for keeper in self.keepers if keeper.name == member.name]

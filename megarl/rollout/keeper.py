@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megarl.errors import ServerError
 from megarl.rollout.features import features_of
-from megarl.rollout.managed import ManagedServer
+from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.probe import Identity, Probe
 from megarl.rollout.starter import Starter
 from megarl.rollout.watching import AGAIN_S, Care, End, Keeper, ServerDeath
@@ -31,13 +31,13 @@ class ManagedKeeper(Keeper):
         self._starter, self._index, self._label = starter, index, label
         self._restarts = 0
 
-    def close(self) -> None:
+    def close(self, grace_s: float = TERM_S) -> None:
         """Ends the server."""
         super().close()
         with self._lock:  # nothing is spawned after this
             server = self.server
         if server is not None:
-            server.stop()
+            server.stop(grace_s)
             self._starter.withdraw(self._label)
 
     def signal(self, number: signal.Signals) -> None:

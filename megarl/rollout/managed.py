@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-_TERM_S = 3.0
+TERM_S = 3.0
 _TAIL_BYTES = 3000
 # What torchrun tells its workers is not for servers, which would join the trainer's world.
 _NOT_INHERITED = re.compile(
@@ -51,10 +51,10 @@ class ManagedServer:
 
         threading.Thread(target=wait, name=f"watch-{self.name}", daemon=True).start()
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL after three seconds, to the whole group."""
+    def stop(self, grace_s: float = TERM_S) -> None:
+        """SIGTERM, then SIGKILL after `grace_s`, to the whole group."""
         self.signal_group(signal.SIGTERM)
-        if not self._ended.wait(_TERM_S):
+        if not self._ended.wait(grace_s):
             self.signal_group(signal.SIGKILL)
             self._ended.wait()
 

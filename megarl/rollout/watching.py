@@ -134,7 +134,8 @@ class Keeper:
     def give_up(self, member: Member, reason: str) -> None:
         self._finish(member.boot, End("given_up", reason))
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 0.0) -> None:
+        """`grace_s`: for what is ended, before it is killed."""
         self.closed = True
         self.member = None
         self.settled.set()

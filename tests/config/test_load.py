@@ -357,3 +357,10 @@ def test_a_file_with_an_objective_is_a_whole_algorithm(tmp_path: Path) -> None:
     own.write_text("algo: {policy: {eps_high: 0.5}}")  # one number of it names no other
     algo = load_config([first, own], run).algo
     assert (algo.minibatches, algo.policy.name, algo.policy.eps_high) == (4, "ppo_clip", 0.5)
+
+
+@pytest.mark.parametrize("length", [200, 300, 5000])
+def test_an_override_may_be_longer_than_a_name_of_a_file(length: int) -> None:
+    words = ", ".join(["--flag"] * (length // 8))
+    override = f"rollout.server_args=[{words}]"
+    assert split_arguments(["a.yaml", override]) == ([Path("a.yaml")], [override])

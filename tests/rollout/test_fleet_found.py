@@ -264,6 +264,7 @@ def test_without_a_supervisor_the_start_says_what_is_missing(site: Site) -> None
         pass
 
 
+@pytest.mark.slow
 def test_a_supervisor_ends_with_its_parent_and_says_when_nothing_is_left(
     site: Site,
 ) -> None:

@@ -41,7 +41,9 @@ def test_several_servers_are_started_and_one_that_dies_is_started_again(site: Si
         assert site.deaths == [] and fleet.trouble() is None
 
 
-@pytest.mark.parametrize("how", ["hang", pytest.param("refuse", marks=pytest.mark.slow), "SIGSTOP"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("hang", "refuse")), "SIGSTOP"]
+)
 def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
     site: Site, how: str
 ) -> None:
@@ -96,6 +98,16 @@ def test_under_stop_a_hung_server_is_ended_and_reported(site: Site) -> None:
         assert not lives(pid) and fleet.members() == [] and "hangs" in str(fleet.trouble())
         time.sleep(0.5)
         assert len(site.deaths) == 1 and fleet.events == {"hung": 1}
+
+
+def test_servers_that_hang_are_ended_together(site: Site) -> None:
+    with site.fleet(servers=3) as fleet:
+        pids = [server.process.pid for server in fleet.managed]
+        for pid in pids:
+            os.killpg(pid, signal.SIGSTOP)  # none heeds a SIGTERM any more
+        start = time.monotonic()
+        fleet.close()
+        assert not any(map(lives, pids)) and time.monotonic() - start < 6.0
 
 
 @pytest.mark.slow  # test_fleet_found.py has it for discovered servers
