@@ -272,3 +272,27 @@ def test_a_server_that_would_name_versions_wrong_in_place_is_lost_before_it_is_p
     state = http(server.url, server.key, "/server_info")[1]
     assert (state["paused"], state["weight_version"]) == (None, "0")
     trainer.serves(trainer.servers[0], 1)
+
+
+def test_weights_that_compute_nothing_are_5xx_until_better_ones_come(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """Never a wrong answer, and the server goes on."""
+    broken = tmp_path / "broken.safetensors"
+    tensors = load_file(trainer.file(1))
+    tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], float("nan"))
+    save_file(tensors, broken, metadata={"format": "pt"})
+    server = trainer.servers[0]
+    for version, file in ((1, broken), (2, trainer.file(2))):
+        [rank] = trainer.pool.run(
+            "tests.sync.work_push:push",
+            world=1,
+            stages=1,
+            servers=[server.described],
+            pushes=[(version, file, [0])],
+        )
+        assert rank["steps"][0][1].lost == {}
+        if version == 1:
+            status, reply = server.generate()
+            assert status == 500 and "not finite" in reply["error"]["message"]
+    trainer.serves(server, 2)
