@@ -130,7 +130,9 @@ def test_a_batch_answers_in_its_order(server: Endpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_p": 0.4}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 2}], ids=str
+    "limits",
+    [{"top_p": 0.4}, {"top_k": 3}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 2}],
+    ids=lambda limits: " ".join(f"{name} {value}" for name, value in limits.items()),
 )
 def test_truncated_sampling_stays_inside_and_reports_the_whole_distribution(
     server: Endpoint, tiny_models: Models, reference: Reference, limits: dict[str, Any]
@@ -169,16 +171,15 @@ def test_how_much_of_a_context_can_be_used(server: Endpoint, shared_name: str) -
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"sampling": {"temperature": -1.0}},
-        {"sampling": {"top_p": 1.5}},
-        {"sampling": {"top_k": 0}},
-        {"sampling": {"min_p": 2.0}},
-        {"sampling": {"max_new_tokens": -1}},
-        {"sampling": {"max_new_tokens": 600}},  # beyond the context
-        {"input_ids": []},
-        {"input_ids": [3] * 600},
+        pytest.param({"sampling": {"temperature": -1.0}}, id="temperature below 0"),
+        pytest.param({"sampling": {"top_p": 1.5}}, id="top_p above 1"),
+        pytest.param({"sampling": {"top_k": 0}}, id="top_k of 0"),
+        pytest.param({"sampling": {"min_p": 2.0}}, id="min_p above 1"),
+        pytest.param({"sampling": {"max_new_tokens": -1}}, id="length below 0"),
+        pytest.param({"sampling": {"max_new_tokens": 600}}, id="length beyond the context"),
+        pytest.param({"input_ids": []}, id="no prompt"),
+        pytest.param({"input_ids": [3] * 600}, id="prompt beyond the context"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_sampled_is_refused_with_a_reason(
     server: Endpoint, wrong: dict[str, Any]

@@ -4,6 +4,8 @@ Real server processes; the trainer's ranks have weights of a file. What a server
 from that file.
 """
 
+import contextlib
+import itertools
 import shutil
 import signal
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from megarl.types import Push
 from tests.conftest import make_tiny_model
 from tests.helpers.dist import WorkerPool
-from tests.sync.servers import Server, digests_of, http, proxied, several
+from tests.sync.servers import Rewrite, Server, digests_of, http, proxied, several
 from tests.sync.test_broadcast import no_success
 from tests.sync.watched import Blow
 
@@ -171,38 +173,29 @@ def test_one_that_refuses_costs_those_that_share_its_group_a_second_attempt(
     assert operations.count("commit") == 2
 
 
-@pytest.mark.slow
-def test_servers_that_share_a_group_get_everything_anew_when_one_of_them_dies(
-    trainer: Trainer,
-) -> None:
-    """Another one dies in the second attempt; the third leaves one, whole. In gloo this end of a
-    group may close only when a broadcast has timed out.
-    """
-    a, b = trainer.servers[:2]
-    blows = {str(a.pid): Blow("receive", 0, a.pid), str(b.pid): Blow("receive", 1, b.pid)}
-    pushes, _, seen = trainer.push(
-        [0, 1, 2], [2, 3], blows=blows, shared=True, stages=2, deadline_s=8.0
+def failing(nth: int) -> Rewrite:
+    """Refuses the nth of its weights, counted from 0."""
+    count = itertools.count()
+    return lambda status, reply: (
+        no_success(status, reply) if next(count) == nth else (status, reply)
     )
-    assert [set(push.lost) for push in pushes] == [{a.name, b.name}, set()]
-    assert pushes[0].lost[a.name].startswith(a.name)
-    for server in trainer.servers[2:]:
-        trainer.serves(server, 2)
-    survivor = [(op, after) for op, _, after in seen[str(trainer.servers[2].pid)] if op == "commit"]
-    assert survivor == [("commit", "1"), ("commit", "2")]
 
 
-@pytest.mark.slow
 def test_a_group_that_breaks_every_time_is_given_up(trainer: Trainer) -> None:
+    """By another server each time; the last one has done nothing wrong, and samples nothing."""
+    path = "/update_weights_from_distributed"
     trainer.servers[3].name = "server 3"
-    blows = {
-        str(server.pid): Blow("receive", nth, server.pid)
-        for nth, server in enumerate(trainer.servers[:3])
-    }
-    [push], _, _ = trainer.push([0, 1, 2, 3], blows=blows, shared=True, deadline_s=8.0)
+    with contextlib.ExitStack() as proxies:
+        for nth, server in enumerate(trainer.servers[:3]):
+            lying = proxied(replace(server), path, failing(nth), times=10**6)
+            server.url = proxies.enter_context(lying).url
+        [push], [seconds], _ = trainer.push([0, 1, 2, 3], shared=True)
     assert set(push.lost) == {"server 0", "server 1", "server 2", "server 3"}
+    assert ["half written" in push.lost[f"server {k}"] for k in range(4)] == [True] * 3 + [False]
     assert "broke 3 times" in push.lost["server 3"] and push.receipt is None
+    assert seconds < BOUND_S
     state = http(trainer.servers[3].url, trainer.servers[3].key, "/server_info")[1]
-    assert (state["paused"], state["weight_version"]) == ("retract", "0")  # it samples nothing
+    assert (state["paused"], state["weight_version"]) == ("retract", "0")
 
 
 def test_groups_last_while_their_servers_do_whoever_else_gets_a_push(trainer: Trainer) -> None:
@@ -272,3 +265,27 @@ def test_a_server_that_would_name_versions_wrong_in_place_is_lost_before_it_is_p
     state = http(server.url, server.key, "/server_info")[1]
     assert (state["paused"], state["weight_version"]) == (None, "0")
     trainer.serves(trainer.servers[0], 1)
+
+
+def test_weights_that_compute_nothing_are_5xx_until_better_ones_come(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """Never a wrong answer, and the server goes on."""
+    broken = tmp_path / "broken.safetensors"
+    tensors = load_file(trainer.file(1))
+    tensors["lm_head.weight"] = torch.full_like(tensors["lm_head.weight"], float("nan"))
+    save_file(tensors, broken, metadata={"format": "pt"})
+    server = trainer.servers[0]
+    for version, file in ((1, broken), (2, trainer.file(2))):
+        [rank] = trainer.pool.run(
+            "tests.sync.work_push:push",
+            world=1,
+            stages=1,
+            servers=[server.described],
+            pushes=[(version, file, [0])],
+        )
+        assert rank["steps"][0][1].lost == {}
+        if version == 1:
+            status, reply = server.generate()
+            assert status == 500 and "not finite" in reply["error"]["message"]
+    trainer.serves(server, 2)

@@ -40,11 +40,13 @@ class Watched(ServerControl):
     def __init__(self, url: str, key: str, name: str, boot: str, blow: Blow | None) -> None:
         super().__init__(url, key, name, boot=boot)
         self.key, self.blow = key, blow
-        self.seen: list[tuple[str, str, str]] = []
+        self.seen: list[tuple[str, str, str]] = []  # what succeeded
+        self._begun: list[str] = []
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         before = self.version()
-        nth = sum(seen == op for seen, *_ in self.seen)
+        nth = self._begun.count(op)
+        self._begun.append(op)
         if self.blow is not None and (op, nth) == (self.blow.op, self.blow.nth):
             self.blow.strike()
         reply = super().control(op, payload, timeout_s)
