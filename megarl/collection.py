@@ -186,10 +186,20 @@ class Collection:
             if time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
                 log.info("step %d: %s", step, self._waiting_for(missing))
-        if settings.schedule.whole and out and self._collector is not None:
-            self._collector.recall()
+        if settings.schedule.whole and out:
+            self._recall()
         self._seconds += time.monotonic() - start
         return True
+
+    def _recall(self) -> None:
+        """Servers are to be quiet: what is still out goes on later."""
+        error: Exception | None = None
+        if self._collector is not None:
+            try:
+                self._collector.recall()
+            except Exception as e:
+                error = e
+        agree(error, self._host, "recalling rollouts")
 
     def _choose(self, step: int) -> tuple[list[Collected], StepMetrics]:
         """The groups of ``step``, relabelled from 0 on, and out of what is ready."""
