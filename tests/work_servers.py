@@ -136,7 +136,8 @@ def acts(rank: int, acts: Sequence[tuple[Any, ...]], routed: bool = False) -> li
         if act == "push":
             returned: Any = [(m.name, m.value) for m in stage.servers.push(rest[0])]
         else:
-            returned = stage.servers.refresh(rest[0].get(rank, {}) if rest else {})
+            suspects = rest[0].get(rank, {}) if rest else {}
+            returned = stage.servers.refresh(suspects, newcomers=act != "refresh, trained")
         told.append((returned, stage.happened()))
     return told
 
