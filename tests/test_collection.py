@@ -189,24 +189,6 @@ def test_one_step_off_is_sampled_whole_by_the_weights_of_the_step_before(run: Ru
 
 
 @pytest.mark.dist
-def test_servers_that_come_while_the_weights_have_moved_wait_for_these(run: Run) -> None:
-    """Else they would sample with the next weights, and say that it was with those before."""
-    found = run([0, 1], schedule="one_step_off", count=3, delays={ORDER[5]: 3, ORDER[9]: 3})
-    assert found["error"] == [None, None]
-    first, *rest = found["newcomers"]
-    assert first and len(rest) == 2 * 4 and not any(rest)  # before a step; before a push
-
-
-@pytest.mark.dist
-def test_without_servers_the_weights_do_not_wait_for_the_next_steps_samples(run: Run) -> None:
-    settings = {"schedule": "one_step_off", "count": 2, "delays": {ORDER[5]: 3}}
-    found = run(server_dies=True, **settings)
-    assert found["error"] == [None, None]
-    assert [serials(s) for s in found["steps"]] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert found["newcomers"] == [True, False, True, True, True]
-
-
-@pytest.mark.dist
 def test_one_step_off_completes_rounds_before_the_weights_change(run: Run) -> None:
     pattern = [SOME] * 4 + [NONE] * 3 + [SOME] * 5
     settings = {"answers": answers(*pattern), "schedule": "one_step_off", "max_rounds": 3}

@@ -1,4 +1,4 @@
-"""F7: what is trained is what was sampled, id for id, however the tokenizer would spell the text."""
+"""F7: what is trained is what was sampled, id for id, however a tokenizer would spell the text."""
 
 from typing import Any
 
