@@ -106,7 +106,8 @@ class RolloutSource:
 
     def evaluate(self, step: int) -> StepMetrics:
         """What ``Evaluations`` of it are due."""
-        return self.evaluations.run(self.collector, step)
+        stop = self.run.stop
+        return self.evaluations.run(self.collector, self.servers, step, lambda: stop.requested)
 
     def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
         return [

@@ -3,6 +3,7 @@ are sampled anew, under their serials and seeds, and none is lost.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from megarl.errors import RunError
@@ -21,6 +22,7 @@ class RestartingCollector:
         self._members: Sequence[Member] = ()
         self._out: dict[int, GroupRequest] = {}
         self._recalled = False
+        self._lock = threading.Lock()  # servers may change while an evaluation starts it again
         self.reward_names: tuple[str, ...] = ()
 
     @property
@@ -28,8 +30,9 @@ class RestartingCollector:
         return self._inner.pid
 
     def serve_from(self, members: Sequence[Member]) -> None:
-        self._members = members
-        self._inner.serve_from(members)
+        with self._lock:
+            self._members = members
+            self._inner.serve_from(members)
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         self._out |= {request.serial: request for request in requests}
@@ -98,8 +101,9 @@ class RestartingCollector:
             raise error
         self._left -= 1
         log.error("%s; it is started again (%d restarts are left)", error, self._left)
-        self._inner = self._make()
-        self._inner.serve_from(self._members)
+        with self._lock:
+            self._inner = self._make()
+            self._inner.serve_from(self._members)
         if self._recalled:
             self._inner.recall()
         self._inner.issue(list(self._out.values()))
