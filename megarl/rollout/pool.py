@@ -10,7 +10,7 @@
    well, all is well again. A group does not go back to a server that failed it while there is
    another.
 4. Servers that `serve_from` no longer names lose their requests (`Withdrawn`), and so do, after
-   partial answers have been waited for, all of them at `recall`.
+   partial answers have been waited for (a router brings none), all of them at `recall`.
 """
 
 import asyncio
@@ -95,10 +95,16 @@ class Lease:
             self._asking.cancel()
 
     async def recall(self) -> None:
-        """Has the server end what is in flight, and waits for what it answers then."""
+        """Has the server end what is in flight, and waits for what it answers then; or gives it up,
+        where nothing can be asked back.
+        """
         self.recalled = True
         asking = self._asking
         if asking is None:
+            return
+        if not self._server.client.can_abort:
+            asking.cancel()
+            await asyncio.wait([asking])
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _RECALL_TIMEOUT_S
