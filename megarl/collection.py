@@ -109,8 +109,6 @@ class Collection:
         came = [c.facts for serial in sorted(stock.came) for c in stock.ready[serial]]
         came = pad_rewards(came, len(self.reward_names) or 1)
         chosen, metrics = self._choose(step)
-        if self._settings.schedule.ahead and step < self._settings.steps:
-            self._ask(step + 1)
         if self._collector is not None:
             metrics.append(Metric("rollout/wait_seconds", Max(self._seconds)))
         if self._rank == 0:
@@ -120,6 +118,13 @@ class Collection:
         self._seconds, self._failed = 0.0, 0
         accuracy = sum(f.correct for f in came) / len(came) if came else 0.0
         return StepSamples(chosen, accuracy, metrics + self._books.metrics())
+
+    def ask_ahead(self, step: int) -> None:
+        """For what the step after ``step`` needs, which is about to train, where the schedule wants
+        that now; with what is known by now, as ``max_new_tokens``. Not collective.
+        """
+        if self._settings.schedule.ahead and step < self._settings.steps:
+            self._ask(step + 1)
 
     def before_push(self, step: int, stopping: Callable[[], bool] = lambda: False) -> None:
         """``step`` has trained, and its weights are about to go to the servers. ``stopping``: as

@@ -96,6 +96,8 @@ class RolloutSource:
         self.lengths.update(step, taken.accuracy)
         if (longer := self.lengths.max_new_tokens) != limit:
             log.info("after step %d responses may have %d tokens", step, longer)
+        self.collection.max_new_tokens = longer
+        self.collection.ask_ahead(step)
         if self.config.monitor.record_rollouts:
             self._record(taken.samples, step)
         return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]

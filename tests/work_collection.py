@@ -227,6 +227,8 @@ def _step(collection: Collection, step: int, script: Script) -> dict[str, Any] |
     found = collection.take(step, stopping=lambda: step == script.stops_in)
     if found is None:
         return None
+    collection.max_new_tokens = 10 * (step + 1)
+    collection.ask_ahead(step)
     collection.before_push(step, stopping=lambda: step == script.stops_after)
     return _plain(found)
 
