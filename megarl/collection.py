@@ -109,8 +109,6 @@ class Collection:
         came = [c.facts for serial in sorted(stock.came) for c in stock.ready[serial]]
         came = pad_rewards(came, len(self.reward_names) or 1)
         chosen, metrics = self._choose(step)
-        if self._settings.schedule.ahead and step < self._settings.steps:
-            self._ask(step + 1)
         if self._collector is not None:
             metrics.append(Metric("rollout/wait_seconds", Max(self._seconds)))
         if self._rank == 0:
@@ -121,14 +119,23 @@ class Collection:
         accuracy = sum(f.correct for f in came) / len(came) if came else 0.0
         return StepSamples(chosen, accuracy, metrics + self._books.metrics())
 
+    def ask_ahead(self, step: int) -> None:
+        """For what the step after ``step`` needs, which is about to train, where the schedule wants
+        that now; with what is known by now, as ``max_new_tokens``. Not collective.
+        """
+        if self._settings.schedule.ahead and step < self._settings.steps:
+            self._ask(step + 1)
+
     def before_push(self, step: int, stopping: Callable[[], bool] = lambda: False) -> None:
         """``step`` has trained, and its weights are about to go to the servers. ``stopping``: as
-        ``take`` has it; what the next step asked for is left undone then.
+        ``take`` has it; what the next step asked for is left undone then, or where no server has
+        the weights any more that it was asked of.
         """
         settings = self._settings
         ahead = settings.schedule.ahead and settings.schedule.whole and step < settings.steps
-        if ahead and not self._collect(step + 1, stopping):
-            log.warning("stopping: step %d will sample anew what is not there yet", step + 1)
+        if ahead and not self._collect(step + 1, stopping, trained=True):
+            why = "stopping" if self._servers.serving else "no server has the weights before it"
+            log.warning("%s: step %d will sample anew what is not there yet", why, step + 1)
 
     def finish(self, step: int) -> None:
         """The run is over after ``step``: what is out or left over has expired. Not collective."""
@@ -165,8 +172,12 @@ class Collection:
         self.reward_names = tuple(state["reward_names"])
         self._books.load_state(state["books"])
 
-    def _collect(self, step: int, stopping: Callable[[], bool] = lambda: False) -> bool:
-        """Until there is what ``step`` needs; False where that was given up."""
+    def _collect(
+        self, step: int, stopping: Callable[[], bool] = lambda: False, *, trained: bool = False
+    ) -> bool:
+        """Until there is what ``step`` needs; False where that was given up. ``trained``: the
+        trainer's weights are no more those that servers have.
+        """
         settings, out = self._settings, self._stock.out
         start = told = time.monotonic()
         self._expire(step)
@@ -179,9 +190,9 @@ class Collection:
             short = not out or (settings.first_come and missing > len(out))
             if short and not self._ask_again(step):
                 break
-            if stopping():
+            if stopping() or (trained and not self._servers.serving):
                 return False
-            self._poll(missing)
+            self._poll(missing, trained)
             self._expire(step)
             if time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
@@ -315,7 +326,7 @@ class Collection:
 
     # ---- what comes back ---------------------------------------------------------------------
 
-    def _poll(self, missing: int) -> None:
+    def _poll(self, missing: int, trained: bool) -> None:
         """What collectors have, or get within a second, on all ranks."""
         outcomes: list[GroupOutcome] = []
         suspects: dict[Member, str] = {}
@@ -331,8 +342,8 @@ class Collection:
             except Exception as e:
                 error = e
         agree(error, self._host, "collecting rollouts")
-        self._servers.refresh(suspects)
-        if not self._servers.serving:
+        self._servers.refresh(suspects, newcomers=not trained)
+        if not (self._servers.serving or trained):
             self._servers.require()
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))

@@ -109,7 +109,8 @@ class Critic(Protocol):
 
 class Collector(Protocol):
     """Samples groups of a node's share in a process of its own, in the background. Calls return at
-    once unless they say otherwise. One caller. ``reward_names``: of the components of samples'
+    once unless they say otherwise. One caller; while it waits in ``evaluate``, another thread may
+    call ``suspects`` and ``serve_from``. ``reward_names``: of the components of samples'
     rewards; empty as long as no response has been scored.
     """
 

@@ -21,7 +21,7 @@ from megarl.data.exchange import Collected
 from megarl.data.prompts import PromptStream, load_prompts
 from megarl.data.recorded import recorded_path, write_samples
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import ServerError
+from megarl.errors import ConfigError, ServerError
 from megarl.evaluation import Evaluations
 from megarl.hostcomm import agree, any_rank
 from megarl.monitor.samples import SampleText
@@ -30,7 +30,7 @@ from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.rollout.collector_restart import RestartingCollector
 from megarl.rollout.control import ServerControl
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
-from megarl.rollout.process import read_key
+from megarl.rollout.process import read_key, read_or_make_key
 from megarl.schedule import SCHEDULES, CollectionSettings
 from megarl.servers import Servers
 from megarl.sources import Surroundings, held_here, replayed
@@ -50,7 +50,7 @@ class RolloutSource:
         self.run, self.config, self.parallel = run, config, parallel
         self.collectors = run.nodes.leaders
         self.routing = replayed(run)
-        self.key_file = config.rollout.key_file or run.rundir.key
+        self.key_file = self._key_file()
         self.collector = self._start_collector()
         self.tokenizer = load_tokenizer(config.model.hf, run.actor.spec.eos_ids)
         assert config.data.prompts is not None, "checked by validate()"
@@ -96,6 +96,8 @@ class RolloutSource:
         self.lengths.update(step, taken.accuracy)
         if (longer := self.lengths.max_new_tokens) != limit:
             log.info("after step %d responses may have %d tokens", step, longer)
+        self.collection.max_new_tokens = longer
+        self.collection.ask_ahead(step)
         if self.config.monitor.record_rollouts:
             self._record(taken.samples, step)
         return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
@@ -106,7 +108,8 @@ class RolloutSource:
 
     def evaluate(self, step: int) -> StepMetrics:
         """What ``Evaluations`` of it are due."""
-        return self.evaluations.run(self.collector, step)
+        stop = self.run.stop
+        return self.evaluations.run(self.collector, self.servers, step, lambda: stop.requested)
 
     def readable(self, samples: Sequence[Collected], step: int, count: int) -> list[SampleText]:
         return [
@@ -148,6 +151,19 @@ class RolloutSource:
         rollout, ev = self.config.rollout, self.config.eval
         longest = max(rollout.longest_response, ev.max_new_tokens if ev.every else 0)
         return load_prompts(path, self.tokenizer, rollout.context_length - longest)
+
+    def _key_file(self) -> Path:
+        """There before anybody is started who reads it."""
+        if self.config.rollout.key_file is not None:
+            return self.config.rollout.key_file
+        path, error = self.run.rundir.key, None
+        if self.parallel.rank == 0:
+            try:
+                read_or_make_key(path)
+            except (OSError, ConfigError) as e:
+                error = e
+        agree(error, self.parallel.host, "making the servers' key")
+        return path
 
     def _start_collector(self) -> RestartingCollector | None:
         """At once: its process imports while the rest is built."""

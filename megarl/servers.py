@@ -3,7 +3,8 @@
 Rank 0 watches over the fleet; the others learn of it here, at points that all ranks reach.
 
 1. A server serves, and collectors hear of it, only with the weights of the version pushed last. One
-   that has come, or come back (another ``boot``), gets them first, by a push of its own.
+   that has come, or come back (another ``boot``), gets them first, by a push of its own; or waits
+   for the next one, where the trainer has these weights no more.
 2. A server that a push lost, or that the fleet does not name any more, is withdrawn from the
    collectors. One lost to a push is given up: that process is never pushed to again.
 3. While weights arrive nobody probes: servers pause.
@@ -95,9 +96,11 @@ class Servers:
             ]
         return metrics
 
-    def refresh(self, suspects: Mapping[Member, str]) -> bool:
+    def refresh(self, suspects: Mapping[Member, str], *, newcomers: bool = True) -> bool:
         """Follows the fleet; ``suspects``: what this rank's collector says failed it. True if
         others serve now than before. As long as nothing changes, this is one small all-reduce.
+        ``newcomers`` False: who has come gets nothing before the next push, since the trainer has
+        other weights by now than those of the version pushed last.
         """
         if not self._look(suspects):
             return False
@@ -106,10 +109,10 @@ class Servers:
         if self._version is not None:
             still = [m for m in before if m in usable]
             self._serve(still)  # requests to those that are gone wait no longer than they have
-            newcomers = [m for m in usable if m not in before]
-            if newcomers:
-                push = self._send(newcomers)
-                known = {*still, *(m for m in newcomers if m.name not in push.lost)}
+            come = [m for m in usable if m not in before] if newcomers else []
+            if come:
+                push = self._send(come)
+                known = {*still, *(m for m in come if m.name not in push.lost)}
                 self._serve([m for m in usable if m in known])
         return self._serving != before
 

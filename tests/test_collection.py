@@ -185,6 +185,8 @@ def test_one_step_off_is_sampled_whole_by_the_weights_of_the_step_before(run: Ru
     assert [set(s["versions"]) for s in found["steps"]] == [{0}, {0}, {1}, {2}]
     assert [s["metrics"]["staleness/max"] for s in found["steps"]] == [(0,), (1,), (1,), (1,)]
     assert found["counts"] == {"issued": 16, "trained": 16}  # none for a fifth step
+    limits = {(step, limit) for _, _, step, limit in found["issued"][0]}
+    assert limits == {(n, 10 * n) for n in (1, 2, 3, 4)}  # those of the steps that train them
     assert found["recalls"] == [0, 0]
 
 

@@ -70,6 +70,19 @@ def test_a_server_that_comes_back_gets_the_weights_before_collectors_hear_of_it(
     assert [rank[4][0] for rank in ranks[1:]] == [[], []]
 
 
+def test_who_comes_after_the_weights_have_moved_waits_for_the_next_push(pool: WorkerPool) -> None:
+    """The trainer has weights 6 by then: sent as those of 5 they would be taken for these."""
+    moved = "refresh, trained"
+    acts = [("members", "a1", "b1"), ("push", 5), ("members", "a2", "b1"), (moved,), (moved,)]
+    ranks = played(pool, *acts, ("members", "a2"), (moved,), ("push", 6))
+    for rank, events in enumerate(ranks):
+        pushes = [e[1:] for _, happened in events for e in happened if e[0] == "push"]
+        assert pushes == [(5, ["a", "b"]), (6, ["a"])]
+        if rank in COLLECTING:
+            heard = [list(m) for act in range(len(events)) for m in told(events, act)]
+            assert heard == [members("a1", "b1"), members("b1"), [], members("a2")]
+
+
 def test_a_server_lost_to_a_push_is_given_up_and_withdrawn_until_it_has_been_restarted(
     pool: WorkerPool,
 ) -> None:

@@ -112,13 +112,21 @@ class Scripted:
 
 
 class Steady(Servers):
-    """Servers that never change."""
+    """One server, which never changes; ``dies``: once the weights have moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dies: bool = False) -> None:
         self._serving = (Member("server 0", "http://nowhere", "0"),)
+        self._dies = dies
+        self.newcomers: list[bool] = []  # whether they were welcome, refresh by refresh
 
-    def refresh(self, suspects: Mapping[Member, str]) -> bool:
-        return False
+    def refresh(self, suspects: Mapping[Member, str], *, newcomers: bool = True) -> bool:
+        self.newcomers.append(newcomers)
+        if self._dies and not newcomers:
+            self._serving = ()
+        return not self._serving
+
+    def pushed(self) -> None:
+        self._serving = (Member("server 0", "http://nowhere", "1"),)
 
 
 @dataclass
@@ -146,6 +154,7 @@ class Script:
     ends: bool = True
     stops_in: int | None = None
     stops_after: int | None = None
+    server_dies: bool = False
 
     def settings(self) -> CollectionSettings:
         return CollectionSettings(
@@ -173,7 +182,8 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     folder = Path(script.folder)
     folder.mkdir(exist_ok=True)
     books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
-    about = (dist.group.WORLD, Steady(), books, script.settings())
+    servers = Steady(dies=script.server_dies)
+    about = (dist.group.WORLD, servers, books, script.settings())
     collection = Collection(stream, collector, script.collectors, *about)
     if script.first > 1:
         saved = _SAVED[script.folder]
@@ -190,6 +200,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
                 step -= 1
                 break
             taken.append(found)
+            servers.pushed()
             if collector is not None:
                 collector.version = step
         if script.ends:
@@ -207,6 +218,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
         "recalls": collector.recalls if collector else 0,
         "most": collector.most if collector else 0,
         "counts": dict(books.counts),
+        "newcomers": servers.newcomers,
     }
 
 
@@ -215,6 +227,8 @@ def _step(collection: Collection, step: int, script: Script) -> dict[str, Any] |
     found = collection.take(step, stopping=lambda: step == script.stops_in)
     if found is None:
         return None
+    collection.max_new_tokens = 10 * (step + 1)
+    collection.ask_ahead(step)
     collection.before_push(step, stopping=lambda: step == script.stops_after)
     return _plain(found)
 

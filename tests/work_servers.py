@@ -5,7 +5,7 @@ fleet and collectors that write down what happens to them.
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,16 @@ class WritingRouter:
 class Stage:
     """One rank's part in a scenario."""
 
-    def __init__(self, rank: int, start_timeout_s: float = 30.0, *, routed: bool = False) -> None:
+    def __init__(
+        self,
+        rank: int,
+        start_timeout_s: float = 30.0,
+        *,
+        routed: bool = False,
+        collector: Callable[[Log], WritingCollector] = WritingCollector,
+    ) -> None:
         self.log: Log = []
+        self.collector = collector(self.log) if rank in COLLECTING else None
         self.fleet = ToldFleet(self.log)
         self.transport = WritingTransport(self.log, self.fleet)
         self.servers = Servers(
@@ -105,7 +113,7 @@ class Stage:
             dist.group.WORLD,
             sink=lambda m: ServerControl(m.url, "key", m.name, boot=m.boot, ranks=m.ranks),
             fleet=self.fleet if rank == 0 else None,
-            collector=WritingCollector(self.log) if rank in COLLECTING else None,  # type: ignore[arg-type]
+            collector=self.collector,  # type: ignore[arg-type]
             start_timeout_s=start_timeout_s,
             routed=routed,
             router=WritingRouter(self.log) if routed and rank == 0 else None,
@@ -136,7 +144,8 @@ def acts(rank: int, acts: Sequence[tuple[Any, ...]], routed: bool = False) -> li
         if act == "push":
             returned: Any = [(m.name, m.value) for m in stage.servers.push(rest[0])]
         else:
-            returned = stage.servers.refresh(rest[0].get(rank, {}) if rest else {})
+            suspects = rest[0].get(rank, {}) if rest else {}
+            returned = stage.servers.refresh(suspects, newcomers=act != "refresh, trained")
         told.append((returned, stage.happened()))
     return told
 

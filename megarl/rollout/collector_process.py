@@ -81,7 +81,12 @@ class Work:
         key, reward = read_key(settings.key_file), load_reward(settings.reward)
         tokenizer = load_tokenizer(settings.hf, settings.eos_ids)  # last: that takes seconds
         self._scorer = Scorer(tokenizer.decode, reward, mask_continued=settings.mask_continued)
-        self._rules = Rules(settings.partial, settings.max_attempts, settings.routing)
+        self._rules = Rules(
+            settings.partial,
+            settings.max_attempts,
+            settings.routing,
+            settings.request_timeout_s,
+        )
 
         def connect(member: Member) -> RolloutClient:
             return connect_to(member, key, settings.request_timeout_s)

@@ -3,6 +3,7 @@ are sampled anew, under their serials and seeds, and none is lost.
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from megarl.errors import RunError
@@ -21,6 +22,7 @@ class RestartingCollector:
         self._members: Sequence[Member] = ()
         self._out: dict[int, GroupRequest] = {}
         self._recalled = False
+        self._lock = threading.Lock()  # servers may change while an evaluation starts it again
         self.reward_names: tuple[str, ...] = ()
 
     @property
@@ -28,15 +30,19 @@ class RestartingCollector:
         return self._inner.pid
 
     def serve_from(self, members: Sequence[Member]) -> None:
-        self._members = members
-        self._inner.serve_from(members)
+        with self._lock:
+            self._members = members
+            self._inner.serve_from(members)
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         self._out |= {request.serial: request for request in requests}
         self._inner.issue(requests)
 
     def wait(self, count: int, timeout_s: float) -> None:
-        self._inner.wait(count, timeout_s)
+        try:
+            self._inner.wait(count, timeout_s)
+        except RunError as error:
+            self._restart(error)
 
     def take(self) -> list[GroupOutcome]:
         try:
@@ -86,20 +92,31 @@ class RestartingCollector:
 
     def probe_routing(self, tokens: Sequence[int]) -> None:
         """``Collector.probe_routing``"""
-        self._inner.probe_routing(tokens)
+        while True:
+            try:
+                return self._inner.probe_routing(tokens)
+            except RunError as error:
+                self._restart(error)
 
     def close(self) -> None:
         self._inner.close()
 
     def _restart(self, error: RunError) -> None:
-        """Raises ``error`` where no restart is left."""
-        self._inner.close()
-        if not self._left:
-            raise error
-        self._left -= 1
-        log.error("%s; it is started again (%d restarts are left)", error, self._left)
-        self._inner = self._make()
-        self._inner.serve_from(self._members)
-        if self._recalled:
-            self._inner.recall()
-        self._inner.issue(list(self._out.values()))
+        """Raises the newest error where no restart is left."""
+        while True:
+            self._inner.close()
+            if not self._left:
+                raise error
+            self._left -= 1
+            log.error("%s; it is started again (%d restarts are left)", error, self._left)
+            with self._lock:
+                self._inner = self._make()
+                self._inner.serve_from(self._members)
+            try:
+                if self._recalled:
+                    self._inner.recall()
+            except RunError as e:
+                error = e
+                continue
+            self._inner.issue(list(self._out.values()))
+            return

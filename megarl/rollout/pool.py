@@ -10,7 +10,7 @@
    well, all is well again. A group does not go back to a server that failed it while there is
    another.
 4. Servers that `serve_from` no longer names lose their requests (`Withdrawn`), and so do, after
-   partial answers have been waited for, all of them at `recall`.
+   partial answers have been waited for (a router brings none), all of them at `recall`.
 """
 
 import asyncio
@@ -95,10 +95,16 @@ class Lease:
             self._asking.cancel()
 
     async def recall(self) -> None:
-        """Has the server end what is in flight, and waits for what it answers then."""
+        """Has the server end what is in flight, and waits for what it answers then; or gives it up,
+        where nothing can be asked back.
+        """
         self.recalled = True
         asking = self._asking
         if asking is None:
+            return
+        if not self._server.client.can_abort:
+            asking.cancel()
+            await asyncio.wait([asking])
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _RECALL_TIMEOUT_S
@@ -127,6 +133,7 @@ class _Server:
     failures: int = 0  # pauses since it last ended a request well
     garbage: int = 0  # answers in a row
     avoided_until: float = 0.0
+    failing_since: float | None = None  # None: its last request that says anything ended well
     gone: bool = False
 
     def usable(self, now: float) -> bool:
@@ -216,6 +223,16 @@ class Pool:
         self.serve_from([])
         await asyncio.gather(*self._closing, return_exceptions=True)
 
+    def failing_s(self) -> float:
+        """For how long no server has ended a request well; 0 as soon as there is another one, or
+        none: then it is the fleet's business.
+        """
+        since = [server.failing_since for server in self._servers.values()]
+        begun = [at for at in since if at is not None]
+        if not begun or len(begun) < len(since):
+            return 0.0
+        return asyncio.get_running_loop().time() - max(begun)
+
     def client(self, member: Member) -> RolloutClient:
         return self._servers[member].client
 
@@ -231,7 +248,7 @@ class Pool:
                 self.fail(server, f"{count}; the last one: {outcome.wrong}")
         else:
             server.failures = server.garbage = 0
-            server.avoided_until = 0.0
+            server.avoided_until, server.failing_since = 0.0, None
 
     def fail(self, server: _Server, reason: str) -> None:
         loop = asyncio.get_running_loop()
@@ -240,6 +257,8 @@ class Pool:
         pause = min(_PAUSE_S * 2**server.failures, _LONGEST_PAUSE_S) * random.uniform(0.8, 1.2)
         server.failures += 1
         server.avoided_until = loop.time() + pause
+        if server.failing_since is None:
+            server.failing_since = loop.time()
         loop.call_later(pause + 0.001, self._place)  # never a moment too early
         member = server.member
         log.warning("%s (%s): %s; avoided for %.1f s", member.name, member.url, reason, pause)

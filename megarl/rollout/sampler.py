@@ -10,12 +10,13 @@
    that token was first fed.
 4. Whatever is whole is kept. A request that fails costs only what was not known of it, and is made
    again elsewhere, `Rules.max_attempts` times in all. What no server took (no connection, busy) is
-   no attempt. A refusal (4xx) ends the group.
+   no attempt, unless for `Rules.patience_s` no server took any. A refusal (4xx) ends the group.
 5. An abort that brings nothing is no failure; after `_FRUITLESS` in a row the group has failed.
 """
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -48,6 +49,7 @@ class Rules:
     partial: Partial
     max_attempts: int
     routing: RoutingShape | None = None
+    patience_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ async def sample_group(
             break
         where = lease.member
         group.troubled = isinstance(outcome, Failure)
+        if not (isinstance(outcome, Failure) and not outcome.taken):
+            group.untaken_since = None
         if isinstance(outcome, Withdrawn):
             group.withdrawn += not lease.recalled
         elif isinstance(outcome, Refusal):
@@ -85,6 +89,8 @@ async def sample_group(
             group.home = None
             if outcome.taken:
                 group.failure(where, outcome.reason)
+            else:
+                group.not_taken(where, outcome.reason, pool.failing_s())
         else:
             group.take(outcome, where, recalled=lease.recalled)
             if outcome.wrong:
@@ -171,6 +177,7 @@ class _Group:
         self.failed, self.discarded = "", False
         self.troubled = False  # its last request brought nothing that was hoped for
         self.failures = self.withdrawn = self.fruitless = self.tokens = 0
+        self.untaken_since: float | None = None  # nobody has taken it since then
 
     @property
     def unfinished(self) -> list[_Response]:
@@ -233,6 +240,15 @@ class _Group:
         if self.failures >= self.rules.max_attempts:
             times = "once" if self.failures == 1 else f"{self.failures} times"
             self.failed = f"failed {times}, the last time at {server.name} ({server.url}): {reason}"
+
+    def not_taken(self, server: Member, reason: str, failing_s: float) -> None:
+        """``failing_s``: for how long nobody else's requests have been taken, either."""
+        now = time.monotonic()
+        self.untaken_since = self.untaken_since or now
+        seconds = min(failing_s, now - self.untaken_since)
+        if seconds > self.rules.patience_s:
+            which = f"the last one {server.name} ({server.url}): {reason}"
+            self.failed = f"no server has taken a request for {seconds:.0f} s, {which}"
 
     def result(self) -> Sampled:
         whole: Sequence[Completion] = ()

@@ -70,7 +70,7 @@ def test_what_takes_no_aborts_is_given_up_at_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("megarl.rollout.client.RolloutClient.can_abort", False)
 
     async def run() -> None:
-        server = Server(script=until_aborted(4))
+        server = Server(script=Gate())
         async with pool_of(server) as pool:
             task = sampling(pool, request(), partial="continue", attempts=1)
             await until(lambda: server.open == 1)

@@ -2,13 +2,23 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from megarl.rollout.sampler import sample_group
+from megarl.types import Member
 from tests.rollout.scripted import Server
-from tests.rollout.test_sampler import check_whole, interrupting, request, rules, sampled
+from tests.rollout.test_sampler import (
+    check_whole,
+    interrupting,
+    pool_of,
+    request,
+    rules,
+    sampled,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +148,35 @@ def test_a_server_that_is_busy_or_not_there_costs_no_attempt() -> None:
     found = sampled(Server(script=script), by=rules(attempts=1))
     check_whole(found, request())
     assert found.attempts == 1
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_group_that_no_server_ever_takes_fails_in_bounded_time(busy: bool) -> None:
+    """The fleet may see a server well that a collector cannot reach."""
+    full = failing(10**6, lambda s, r, b: web.Response(status=503))
+    elsewhere = Member("server 1", "http://127.0.0.1:9", "boot")
+
+    async def run() -> None:
+        async with pool_of(full) as pool:
+            if not busy:
+                pool.serve_from([elsewhere])
+            by = replace(rules(), patience_s=0.2)
+            found = await asyncio.wait_for(sample_group(request(), pool, by), 10)
+            assert "no server has taken a request for " in found.failed
+            assert ("HTTP 503" if busy else "server 1 (http://127.0.0.1:9)") in found.failed
+            assert found.completions == ()
+
+    asyncio.run(run())
+
+
+def test_one_server_that_takes_requests_is_enough() -> None:
+    full = failing(10**6, lambda s, r, b: web.Response(status=503))
+
+    async def run() -> None:
+        async with pool_of(full, Server(name="server 1")) as pool:
+            by = replace(rules(), patience_s=0.0)
+            for n in range(8):
+                check_whole(await sample_group(request(n), pool, by), request(n))
+            assert full.bodies
+
+    asyncio.run(run())
