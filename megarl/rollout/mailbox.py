@@ -3,6 +3,8 @@
 * `servers.hold`: nobody is to be probed, weights are on their way. Written anew every second while
   that lasts, since whoever wrote it may have been killed: one that does not change is of the past.
 * `server_LABEL.give_up`, {"boot", "reason"}: this process is of no use; start another.
+
+A file system that stumbles is no reason to end a run: what could not be told is in the log.
 """
 
 import json
@@ -35,14 +37,12 @@ def told_to_hold(run_dir: RunDir) -> Iterator[None]:
     file, done = _hold_file(run_dir), threading.Event()
 
     def beat() -> None:
-        write_json(file, {"beat": time.time_ns()})
+        with _logged(file):
+            write_json(file, {"beat": time.time_ns()})
 
     def run() -> None:
         while not done.wait(_BEAT_S):
-            try:
-                beat()
-            except OSError as error:
-                log.warning("%s: %s", file, error)
+            beat()
 
     beat()
     thread = threading.Thread(target=run, name="hold", daemon=True)
@@ -52,7 +52,8 @@ def told_to_hold(run_dir: RunDir) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        file.unlink(missing_ok=True)
+        with _logged(file):
+            file.unlink(missing_ok=True)
 
 
 class HoldWatch:
@@ -76,7 +77,9 @@ class HoldWatch:
 
 
 def ask_for_another(run_dir: RunDir, label: str, boot: str, reason: str) -> None:
-    write_json(_give_up_file(run_dir, label), {"boot": boot, "reason": reason})
+    file = _give_up_file(run_dir, label)
+    with _logged(file):
+        write_json(file, {"boot": boot, "reason": reason})
 
 
 def asked_for_another(run_dir: RunDir, label: str) -> tuple[str, str] | None:
@@ -90,5 +93,14 @@ def asked_for_another(run_dir: RunDir, label: str) -> tuple[str, str] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s: %r; removed", file, error)
         asked = None
-    file.unlink(missing_ok=True)
+    with _logged(file):
+        file.unlink(missing_ok=True)
     return asked
+
+
+@contextmanager
+def _logged(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", file, error)

@@ -84,6 +84,7 @@ class Starter:
             try:
                 url = self._await(server, label, port, deadline)
                 member = self._member(server, url)
+                self._tell(server, label, member)
             except ServerError as error:
                 server.stop()
                 taken = "address already in use" in str(error).lower()
@@ -93,14 +94,16 @@ class Starter:
             except BaseException:
                 server.stop()
                 raise
-            self._tell(server, label, member)
             return server, member
         raise AssertionError("unreachable")
 
     def withdraw(self, label: str) -> None:
         """The server has ended: whoever looks for servers finds it no more."""
-        self.run_dir.server(label).unlink(missing_ok=True)
-        self._ready_file(label).unlink(missing_ok=True)
+        for file in (self.run_dir.server(label), self._ready_file(label)):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:  # who looks finds that it does not answer
+                log.warning("%s: %s", file, error)
 
     def _spawn(self, label: str, port: int, mark: str) -> ManagedServer:
         command = _COMMANDS[self.section.engine](self, label, port)

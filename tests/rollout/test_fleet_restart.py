@@ -158,3 +158,15 @@ def test_one_of_several_that_does_not_start_does_not_keep_the_others(site: Site)
             site.fleet(servers=2, port=port, restarts=None),
         ):
             pass
+
+
+def test_a_file_system_that_stumbles_ends_no_keeper(site: Site) -> None:
+    with site.fleet() as fleet:
+        (old,) = fleet.members()
+        file = site.run.server(0)
+        file.unlink()
+        file.mkdir()  # it can be neither read nor removed
+        os.kill(fleet.managed[0].process.pid, signal.SIGKILL)
+        until(lambda: fleet.events.get("restarts"))
+        file.rmdir()
+        assert back(fleet, old).url and site.deaths == []

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megarl.rollout.managed import ManagedServer
+from megarl.rollout.process import lives
 from tests.rollout.fleets import Site
 
 
@@ -27,3 +29,18 @@ def test_sglang_has_room_for_the_longest_sequence_and_names_versions_right(
     assert context - 7 >= 49 and context - 2 >= 50
     for flag in ("--disable-overlap-schedule", "--disable-radix-cache"):
         assert (flag not in arguments) == free
+
+
+def test_a_server_that_cannot_be_told_of_is_ended(tmp_path: Path) -> None:
+    """A full disk, say: else it would run on beside the next one, on the same devices."""
+    site, spawned = Site(tmp_path), list[ManagedServer]()
+
+    def spoil(server: ManagedServer) -> None:
+        spawned.append(server)
+        site.run.server("x").mkdir()
+
+    with site.fleet() as fleet:
+        starter = fleet.keepers[0]._starter  # type: ignore[union-attr]
+        with pytest.raises(OSError):
+            starter.start(0, "x", mark="start", spawned=spoil, ended=lambda server: None)
+        assert not lives(spawned[0].process.pid)
