@@ -192,7 +192,7 @@ class Collection:
                 break
             if stopping() or (trained and not self._servers.serving):
                 return False
-            self._poll(missing, trained)
+            self._poll(missing, stopping, trained=trained)
             self._expire(step)
             if time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
@@ -326,7 +326,7 @@ class Collection:
 
     # ---- what comes back ---------------------------------------------------------------------
 
-    def _poll(self, missing: int, trained: bool) -> None:
+    def _poll(self, missing: int, stopping: Callable[[], bool], *, trained: bool) -> None:
         """What collectors have, or get within a second, on all ranks."""
         outcomes: list[GroupOutcome] = []
         suspects: dict[Member, str] = {}
@@ -344,7 +344,7 @@ class Collection:
         agree(error, self._host, "collecting rollouts")
         self._servers.refresh(suspects, newcomers=not trained)
         if not (self._servers.serving or trained):
-            self._servers.require()
+            self._servers.require(stopping)
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))
         self._learn_names()

@@ -109,7 +109,7 @@ class Evaluations:
                 return
             servers.refresh({} if collector is None else collector.suspects())
             if not servers.serving:
-                servers.require()
+                servers.require(lambda: any_rank(stopping(), self.host))
 
     def _due(self, every: int, step: int) -> bool:
         return bool(every) and (step % every == 0 or step == self.config.run.steps)

@@ -81,7 +81,7 @@ class RolloutSource:
         self.lengths = LengthCurriculum(config.rollout.stages)
 
     def start(self, step: int) -> StepMetrics:
-        self.servers.require()
+        self.servers.require(self._stopping)
         metrics = self.servers.push(step)
         if self.routing is not None:
             self._probe_routing()

@@ -116,15 +116,15 @@ class Servers:
                 self._serve([m for m in usable if m in known])
         return self._serving != before
 
-    def require(self) -> None:
-        """Returns when a server serves (before the first push: when there is one). Raises
-        ServerError when none will come, or has come in time.
+    def require(self, stopping: Callable[[], bool] = lambda: False) -> None:
+        """Returns when a server serves (before the first push: when there is one), or the run is
+        ``stopping`` (collective). Raises ServerError when none will come, or has come in time.
         """
         deadline = time.monotonic() + self._start_timeout_s
         tell_at = time.monotonic() + _TELL_EVERY_S
         while not (self._serving if self._version is not None else self._usable()):
             self.refresh({})
-            if self._serving:
+            if self._serving or stopping():
                 break
             if (why := self._hopeless(deadline)) is not None:
                 raise ServerError(why)

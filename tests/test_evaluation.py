@@ -16,7 +16,7 @@ def evaluated(pool: WorkerPool, **scenario: Any) -> tuple[Any, Any]:
     """What each of two ranks has got of it, within a minute."""
     given = {"waits_for": "2", "comes": True, "stops": False, "patience_s": 30.0, **scenario}
     ranks = pool.run("tests.work_evaluation:evaluated", world=2, **given)
-    assert all(seconds < 30 for _, seconds in ranks)
+    assert all(seconds < 20 for _, seconds in ranks)
     return ranks[0][0], ranks[1][0]
 
 
@@ -36,3 +36,7 @@ def test_an_evaluation_without_servers_ends_the_run_on_every_rank(pool: WorkerPo
     one, two = evaluated(pool, comes=False, patience_s=1.0)
     assert "no rollout server came within 1 s" in one
     assert "no rollout server came within 1 s" in two
+
+
+def test_a_stop_does_not_wait_for_servers(pool: WorkerPool) -> None:
+    assert evaluated(pool, comes=False, stops=True) == ([], [])

@@ -159,6 +159,13 @@ def test_a_run_without_servers_waits_in_bounded_time_on_every_rank(
         assert least <= seconds < most
 
 
+def test_a_stop_ends_the_wait_for_servers(pool: WorkerPool) -> None:
+    arguments = {"comes_after_s": None, "trouble": None, "patience_s": 30.0, "broken": False}
+    work = "tests.work_servers:waiting"
+    for serving, seconds in pool.run(work, world=WORLD, stops_after_s=0.5, **arguments):
+        assert serving == [] and 0.4 <= seconds < 5.0
+
+
 def test_a_real_server_is_told_of_with_the_trainers_version_only(
     pool: WorkerPool, tiny_model: Path, tmp_path: Path
 ) -> None:

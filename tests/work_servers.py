@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.errors import MegarlError, ServerError
+from megarl.hostcomm import any_rank
 from megarl.rollout.control import ServerControl
 from megarl.servers import Servers
 from megarl.types import Max, Member, Push, SyncReceipt
@@ -151,7 +152,12 @@ def acts(rank: int, acts: Sequence[tuple[Any, ...]], routed: bool = False) -> li
 
 
 def waiting(
-    rank: int, comes_after_s: float | None, trouble: str | None, patience_s: float, broken: bool
+    rank: int,
+    comes_after_s: float | None,
+    trouble: str | None,
+    patience_s: float,
+    broken: bool,
+    stops_after_s: float = 3600.0,
 ) -> tuple[Any, float]:
     """(what ``require`` raised, seconds), for a server that comes, or does not."""
     stage = Stage(rank, patience_s)
@@ -162,7 +168,9 @@ def waiting(
         threading.Timer(comes_after_s, stage.members, ["a1"]).start()
     start, error = time.monotonic(), None
     try:
-        stage.servers.require()
+        stage.servers.require(
+            lambda: any_rank(time.monotonic() > start + stops_after_s, dist.group.WORLD)  # type: ignore[arg-type]
+        )
     except MegarlError as e:
         error = (type(e).__name__, str(e))
     return (error or [m.name for m in stage.servers.serving]), time.monotonic() - start
