@@ -5,7 +5,7 @@ update.
 import logging
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +228,15 @@ class RolloutSource:
             pause_mode=self.config.rollout.pause_mode,
         )
 
+    @cached_property
+    def _key(self) -> str:
+        """Read once: every rank names every server in every push."""
+        return read_key(self.key_file)
+
     def _sink(self, member: Member) -> ServerControl:
         return ServerControl(
             member.url,
-            read_key(self.key_file),
+            self._key,
             member.name,
             ranks=member.ranks,
             boot=member.boot,
