@@ -80,6 +80,8 @@ class Collector:
         self._evaluated: dict[int, list[GroupOutcome]] = {}
         self._done: dict[int, Json] = {}
         self._calls = 0
+        self._serving = self._recalled = False
+        self._progress = time.monotonic()  # when something last ended, or began
         self._ready = self._closing = False
         self._error: MegarlError | None = None
         self._process, self._connection = _start(settings)
@@ -96,6 +98,7 @@ class Collector:
     # ---- protocols.Collector -------------------------------------------------------------------
 
     def serve_from(self, members: Sequence[Member]) -> None:
+        self._begins(serving=bool(members))
         self._say({"do": "serve_from", "members": [asdict(m) for m in members]})
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
@@ -106,6 +109,7 @@ class Collector:
             with self._changed:
                 assert request.serial not in self._issued, f"group {request.serial} is under way"
                 self._issued[request.serial] = request
+        self._begins()
         self._say({"do": "issue", "requests": [request_to_json(r) for r in requests]})
 
     def wait(self, count: int, timeout_s: float) -> None:
@@ -116,12 +120,16 @@ class Collector:
         self._await(told, time.monotonic() + timeout_s)
 
     def take(self) -> list[GroupOutcome]:
-        """What had ended before an error is taken before the error is raised."""
+        """What had ended before an error is taken before the error is raised. Raises RunError also
+        where nothing has ended for longer than any group may take.
+        """
         with self._changed:
             outcomes = list(self._outcomes)
             self._outcomes.clear()
             if self._error is not None and not outcomes:
                 raise self._error
+            if not outcomes:
+                self._require_progress()
         return outcomes
 
     def suspects(self) -> dict[Member, str]:
@@ -131,9 +139,11 @@ class Collector:
 
     def recall(self) -> None:
         """Raises RunError when the process does not say in bounded time that all has stopped."""
+        self._begins(recalled=True)
         self._call({"do": "recall"}, _RECALL_TIMEOUT_S)
 
     def resume(self) -> None:
+        self._begins(recalled=False)
         self._say({"do": "resume"})
 
     def evaluate(
@@ -194,6 +204,27 @@ class Collector:
     def _say(self, message: Json) -> None:
         self._to_send.put(make_frame(message))
 
+    def _begins(self, *, serving: bool | None = None, recalled: bool | None = None) -> None:
+        """Something, from which on groups have their time."""
+        with self._changed:
+            self._serving = self._serving if serving is None else serving
+            self._recalled = self._recalled if recalled is None else recalled
+            self._progress = time.monotonic()
+
+    @property
+    def _patience_s(self) -> float:
+        """Groups end one after the other, each in bounded time."""
+        return (self.settings.max_attempts + 1) * self.settings.request_timeout_s
+
+    def _require_progress(self) -> None:
+        busy = self._ready and self._serving and not self._recalled and bool(self._issued)
+        seconds = time.monotonic() - self._progress
+        if busy and seconds > self._patience_s:
+            raise RunError(
+                f"the collector process (pid {self.pid}) ended none of {len(self._issued)} groups "
+                f"for {seconds:.0f} s; see {self.settings.log_file}"
+            )
+
     def _evaluate(self, requests: Sequence[GroupRequest]) -> list[GroupOutcome]:
         with self._changed:
             self._calls += 1
@@ -214,9 +245,7 @@ class Collector:
         return outcomes
 
     def _await_evaluation(self, call: int) -> None:
-        """Its groups end one after the other, each in bounded time."""
-        left = self._evaluations[call]
-        patience_s = (self.settings.max_attempts + 1) * self.settings.request_timeout_s
+        left, patience_s = self._evaluations[call], self._patience_s
         while left:
             count = len(left)
 
@@ -290,6 +319,7 @@ class Collector:
     def _hear(self, message: Json, arrays: list[Array]) -> None:
         with self._changed:
             if "outcome" in message:
+                self._progress = time.monotonic()
                 self._outcome(message, arrays)
             elif "suspect" in message:
                 self._suspects[member_from_json(message["suspect"])] = message["reason"]
@@ -298,7 +328,7 @@ class Collector:
             elif "error" in message:
                 self._error = self._error or error_from_json(message["error"])
             else:
-                self._ready = True
+                self._ready, self._progress = True, time.monotonic()
             self._changed.notify_all()
 
     def _outcome(self, message: Json, arrays: list[Array]) -> None:

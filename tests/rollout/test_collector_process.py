@@ -21,7 +21,7 @@ from megarl.rollout.collector_process import Work
 from megarl.rollout.messages import error_from_json, error_to_json, request_to_json
 from megarl.rollout.process import lives
 from megarl.types import Sampling
-from tests.rollout.collecting import KEY, REWARDS, request, settings_in, write_folder
+from tests.rollout.collecting import KEY, REWARDS, request, settings_in, taken, write_folder
 from tests.rollout.scripted import EOS, VOCAB, Server, in_thread
 
 
@@ -227,3 +227,29 @@ def test_what_is_not_understood_ends_the_run_and_not_silently(folder: Path) -> N
     Work(settings_in(folder), said.append).handle({"do": "dance"})
     ((error,),) = [list(message.values()) for message in said]
     assert str(error_from_json(error)) == "the collector failed: KeyError: 'dance'"
+
+
+def test_one_that_stands_still_is_given_up_in_bounded_time(folder: Path) -> None:
+    """Not while there is nothing that it could do."""
+    server = Server(script=None)
+    standing = Collector(settings_in(folder, max_attempts=1, request_timeout_s=0.5))
+    try:
+        with in_thread(server):
+            standing.serve_from([server.member])
+            standing.issue([request(0)])
+            assert list(taken(standing, 1)) == [0]
+            os.kill(standing.pid, signal.SIGSTOP)
+            time.sleep(1.2)
+            assert standing.take() == []  # it has nothing to do
+            standing.serve_from([])
+            standing.issue([request(1)])
+            time.sleep(1.2)
+            assert standing.take() == []  # nor anybody to ask
+            standing.serve_from([server.member])
+            assert standing.take() == []
+            time.sleep(1.2)
+            with pytest.raises(RunError, match=r"ended none of 1 groups for 1 s; see "):
+                standing.take()
+    finally:
+        os.kill(standing.pid, signal.SIGKILL)
+        standing.close()
