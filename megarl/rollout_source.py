@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.actor.residence import WEIGHTS
 from megarl.books import Books
 from megarl.collection import Collection
 from megarl.config.failures import on_failure
@@ -226,6 +227,7 @@ class RolloutSource:
             max_bytes=int(sync.bucket_mb * 2**20),
             timeout_s=sync.timeout_s,
             pause_mode=self.config.rollout.pause_mode,
+            at_hand=partial(self.run.actor.resident, WEIGHTS),
         )
 
     @cached_property

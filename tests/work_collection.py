@@ -58,7 +58,7 @@ class Scripted:
         self.most = max(self.most, len(self.out))
 
     def wait(self, count: int, timeout_s: float) -> None:
-        assert count <= len(self.out)
+        assert count <= len(self.out) + len(self.gone)
 
     def take(self) -> list[GroupOutcome]:
         assert not self.recalled

@@ -3,7 +3,6 @@ with a critic in ``trained.py``.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -124,8 +123,7 @@ class MegatronActor(TrainedModel):
         )
 
     def weights(self) -> MegatronWeights:
-        on_device = partial(self.resident, WEIGHTS)
-        return MegatronWeights(self.model, self.spec, self.parallel, on_device)
+        return MegatronWeights(self.model, self.spec, self.parallel)
 
     def _old_routing(self, rows: list[PackedBatch]) -> RoutedPass | None:
         return None if self.replay is None else self.replay.old_pass(self.model, rows)

@@ -6,8 +6,7 @@ experts in one tensor, the sender also holds one such tensor, until its last exp
 outside the sender's groups take no part.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,17 +21,13 @@ from megarl.models.spec import ModelSpec
 
 class MegatronWeights:
     """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the
-    weights' dtype. ``on_device``: inside, the model is there; a push may come at any time.
+    weights' dtype.
     """
 
     def __init__(
-        self,
-        model: Sequence[torch.nn.Module],
-        spec: ModelSpec,
-        parallel: Parallel,
-        on_device: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, model: Sequence[torch.nn.Module], spec: ModelSpec, parallel: Parallel
     ) -> None:
-        self.model, self.parallel, self.on_device = model, parallel, on_device
+        self.model, self.parallel = model, parallel
         self.mapping = mapping_for(spec, padded_vocab(spec))
         self.experts = spec.experts
         self.sender = parallel.mesh.sender(parallel.at.pp)
@@ -41,10 +36,6 @@ class MegatronWeights:
         """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's
         groups.
         """
-        with self.on_device():
-            yield from self._tensors()
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         stack = _Stack(self.experts)
         for name, weight in self._stack_by_stack():
             for full_name, shards in self._gather(name, _values(weight)):

@@ -21,8 +21,9 @@ whole. A failure of the trainer's own part raises SyncError on every rank.
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,8 @@ ATTEMPTS = 3
 @dataclass
 class BroadcastTransport:
     """``senders``: the sending rank of each pipeline stage; ``stage``: this rank's. ``shared``:
-    whether the servers of a push share a group a stage (links.py); None: by backend.
+    whether the servers of a push share a group a stage (links.py); None: by backend. ``at_hand``:
+    inside, the source's tensors can be read; a push may come at any time.
     """
 
     source: WeightSource
@@ -57,6 +59,7 @@ class BroadcastTransport:
     timeout_s: float
     pause_mode: str = "retract"
     shared: bool | None = None
+    at_hand: Callable[[], AbstractContextManager[None]] = nullcontext
     _links: Links = field(init=False)
 
     def __post_init__(self) -> None:
@@ -155,22 +158,32 @@ class BroadcastTransport:
         digests: dict[str, str] = {}
         size, error, found = 0, None, Outcome()
         if stage == self.stage:
-            stream = self.source.tensors()
-            try:
-                for bucket in bucketize(stream, self.max_bytes):
-                    if not names - found.out():
-                        continue
-                    flat = flatten(bucket)
-                    digests |= {name: digest(tensor) for name, tensor in bucket}
-                    size += flat.numel()
-                    now = self._links.send(flat, specs_of(bucket), names - found.out())
-                    found.add(now.lost, now.again)
-            except Exception as e:
-                error = e
-                for _ in stream:
-                    pass
+            with self.at_hand():
+                digests, size, error = self._stream(names, found)
         self._share(outcome, found, error, f"sending the weights of pipeline stage {stage}")
         return digests, size
+
+    def _stream(
+        self, names: set[str], found: Outcome
+    ) -> tuple[dict[str, str], int, Exception | None]:
+        """(digest by name, bytes, what failed) of this rank's stage, to ``names``."""
+        digests: dict[str, str] = {}
+        size, error = 0, None
+        stream = self.source.tensors()
+        try:
+            for bucket in bucketize(stream, self.max_bytes):
+                if not names - found.out():
+                    continue
+                flat = flatten(bucket)
+                digests |= {name: digest(tensor) for name, tensor in bucket}
+                size += flat.numel()
+                now = self._links.send(flat, specs_of(bucket), names - found.out())
+                found.add(now.lost, now.again)
+        except Exception as e:
+            error = e
+            for _ in stream:
+                pass
+        return digests, size, error
 
     def _merge(self, sent: Mapping[str, str], num_bytes: int) -> tuple[dict[str, str], int]:
         """What all senders have sent, on rank 0."""

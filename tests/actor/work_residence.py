@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megarl.actor.actor import MegatronActor
 from megarl.actor.critic import build_critic
 from megarl.actor.names import global_parameters
+from megarl.actor.residence import WEIGHTS
 from megarl.actor.state import load_trained, save_trained
 from megarl.actor.trained import TrainedModel
 from megarl.models.spec import read_spec
@@ -156,11 +157,8 @@ def _same(before: dict[str, torch.Tensor], actor: MegatronActor) -> bool:
 
 
 def _weights(actor: MegatronActor) -> dict[str, torch.Tensor]:
-    """Wherever they are."""
-    held = _held(actor)
-    found = {n: t.clone() for n, t in actor.weights().tensors()}
-    assert _held(actor) == held
-    return found
+    with actor.resident(WEIGHTS):
+        return {n: t.clone() for n, t in actor.weights().tensors()}
 
 
 def _held(trained: TrainedModel) -> int:

@@ -97,20 +97,26 @@ def at(server: Server, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "max_bytes"),
+    ("layout", "max_bytes", "offload"),
     [
-        ({"dp": 2, "ep": 2}, 100_000),
-        ({"tp": 2}, 1),  # every tensor is larger than a bucket and travels alone
-        ({"pp": 2}, 100_000),  # two senders, a group each
-        ({}, HUGE),  # everything in one bucket
+        ({"dp": 2, "ep": 2}, 100_000, "idle"),
+        ({"tp": 2}, 1, "none"),  # every tensor is larger than a bucket and travels alone
+        ({"pp": 2}, 100_000, "none"),  # two senders, a group each
+        ({}, HUGE, "idle"),  # everything in one bucket
     ],
     ids=str,
 )
 def test_every_weight_arrives_bit_for_bit(
-    pool: WorkerPool, server: Server, other_model: Path, layout: dict[str, int], max_bytes: int
+    pool: WorkerPool,
+    server: Server,
+    other_model: Path,
+    layout: dict[str, int],
+    max_bytes: int,
+    offload: str,
 ) -> None:
     before = server.generate()[1]["meta_info"]["weight_version"]
-    ranks = push(pool, layout, server.described, hf=other_model, max_bytes=max_bytes)
+    how = {"max_bytes": max_bytes, "offload": offload}
+    ranks = push(pool, layout, server.described, hf=other_model, **how)
     expected = digests_of(other_model)
     assert server.digests() == expected
 

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
 
 from megarl.actor.actor import MegatronActor
+from megarl.actor.residence import WEIGHTS
 from megarl.errors import MegarlError
 from megarl.sync.broadcast import BroadcastTransport
 from tests.actor.work import config_for, make_actor
@@ -24,13 +26,15 @@ def push(
     deadline_s: float = 60.0,
     dtype: str = "fp32",
     leave: bool = True,
+    offload: str = "none",
 ) -> dict[str, Any]:
-    """A push for every (version, indices of ``servers``); ``deadline_s``: of every operation.
+    """A push for every (version, indices of ``servers``); ``deadline_s``: of every operation;
+    ``offload``: idle: weights lie in host memory between the steps of a run.
 
     ``steps``: what became of pushes and of closing, as (None or error, Push, seconds); ``seen``:
     the operations on each server, with its version before and after.
     """
-    actor = make_actor(config_for(hf, precision={"dtype": dtype}), layout)
+    actor = make_actor(config_for(hf, precision={"dtype": dtype}, memory={"offload": offload}), layout)
     transport = _transport(actor, max_bytes, deadline_s)
     sinks = [Watched(**server, blow=None) for server in servers]
     steps = []
@@ -57,6 +61,7 @@ def _transport(actor: MegatronActor, max_bytes: int, deadline_s: float) -> Broad
         backend="gloo",
         max_bytes=max_bytes,
         timeout_s=deadline_s,
+        at_hand=partial(actor.resident, WEIGHTS),
     )
 
 
