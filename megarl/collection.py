@@ -162,15 +162,23 @@ class Collection:
 
     def load_state(self, state: Mapping[str, Any], folder: Path, step: int) -> None:
         """Goes on from checkpoint ``step``; ``folder``: what ``write_ready`` wrote. Groups that
-        were out are sampled anew. Raises DataError.
+        were out are sampled anew; those of another size than ``samples_per_prompt`` has now have
+        expired. Raises DataError.
         """
+        self._books.load_state(state["books"])
         prompts = {prompt.id: prompt for prompt in self._stream.items}
-        about = (prompts, self._collectors, self._host)
-        self._hand_out(self._stock.load(state["stock"], folder, step, *about))
+        stock, size = self._stock, self._settings.samples_per_prompt
+        out = stock.load(state["stock"], folder, step, prompts, self._collectors, self._host)
+        ready = [serial for serial, group in stock.ready.items() if len(group) != size]
+        other = [*ready, *(request.serial for request in out if len(request.seeds) != size)]
+        if other:
+            log.warning("%d groups have another size than data.samples_per_prompt", len(other))
+            self._books.end(step, EXPIRED, other, "data.samples_per_prompt has changed")
+            stock.drop(ready)
+        self._hand_out([request for request in out if len(request.seeds) == size])
         self._step, self._rounds = int(state["step"]), int(state["rounds"])
         self._asked = [prompts[key] for key in state["asked"]]
         self.reward_names = tuple(state["reward_names"])
-        self._books.load_state(state["books"])
 
     def _collect(
         self, step: int, stopping: Callable[[], bool] = lambda: False, *, trained: bool = False

@@ -1,58 +1,30 @@
 """Which groups a step trains, under every schedule, alike on every rank and whatever ends first."""
 
 import random
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.books import read_books
-from megarl.data.prompts import PromptStream
-from megarl.types import Prompt
+from tests.helpers.collecting import (
+    ALL,
+    EVEN,
+    NONE,
+    ORDER,
+    PROMPTS,
+    SOME,
+    Run,
+    answers,
+    runner,
+    serials,
+)
 from tests.helpers.dist import WorkerPool
-
-ALL, NONE, SOME = [True, True, True], [False, False, False], [True, False, False]
-PROMPTS = [Prompt(f"p{i}", (1, 2), {}) for i in range(12)]
-ORDER = [p.id for p in PromptStream(PROMPTS, seed=0).take(24)]  # as a run meets them: two epochs
-EVEN = dict.fromkeys(ORDER[:12], SOME)
-
-Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def run(pool: WorkerPool, tmp_path: Path) -> Run:
-    """Two ranks; what both of them say, with every rank's own part."""
-
-    def collect(collectors: list[int] | None = None, **arguments: Any) -> dict[str, Any]:
-        base = {"prompts": PROMPTS, "collectors": collectors or [0], "per_step": 4, "answers": EVEN}
-        settings = {"folder": str(tmp_path), **base, **arguments}
-        one, two = pool.run("tests.work_collection:steps", world=2, **settings)
-        for step, other in zip(one["steps"], two["steps"], strict=True):
-            for key in ("samples", "rewards", "versions", "holders", "accuracy"):
-                assert step[key] == other[key], key
-            step["held"] = [step.pop("tokens"), other["tokens"]]
-        for key in ("stream", "names", "counts"):
-            assert one[key] == two[key], key
-        both = {k: [one[k], two[k]] for k in ("issued", "recalls", "most", "error")}
-        return one | both
-
-    return collect
-
-
-def answers(*pattern: Any) -> dict[str, Any]:
-    """The n-th prompt that a run meets is answered by the n-th of ``pattern``, then NONE."""
-    return {key: pattern[i] if i < len(pattern) else NONE for i, key in enumerate(ORDER[:12])}
-
-
-def serials(step: dict[str, Any]) -> list[int]:
-    """Of a step's groups. Labels count from 0, samples are whole, prompts are those issued."""
-    found = [(label, serial) for _, label, index, serial in step["samples"] if index == 0]
-    assert [label for label, _ in found] == list(range(len(found)))
-    assert set(Counter(label for _, label, _, _ in step["samples"]).values()) == {3}
-    assert all(prompt == ORDER[serial] for prompt, _, _, serial in step["samples"])
-    return [serial for _, serial in found]
+    return runner(pool, tmp_path)
 
 
 # --- synchronous ----------------------------------------------------------------------------------
@@ -308,90 +280,3 @@ def test_collectors_with_different_components_fail_alike_on_every_rank(run: Run)
     found = run([0, 1], names=parts)
     assert found["error"][0] == found["error"][1]
     assert "of rank 1 have the components a, c; accepted: those" in found["error"][0]
-
-
-# --- going on from a checkpoint -------------------------------------------------------------------
-
-PATTERN = [SOME, NONE, SOME, ALL, SOME, SOME, NONE, SOME, SOME, NONE, SOME, SOME]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off"])
-@pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("then", [[0], [0, 1]])
-def test_a_run_that_goes_on_trains_what_it_would_have(
-    run: Run, tmp_path: Path, schedule: str, at: int, then: list[int]
-) -> None:
-    """Surplus, rounds and prompts asked for ahead included, with more or fewer collectors."""
-    settings = {"schedule": schedule, "max_rounds": 3, "answers": answers(*PATTERN), "total": 4}
-    whole = run([0, 1], folder=str(tmp_path / "whole"), count=4, **settings)
-    run([0, 1], count=at, ends=False, **settings)
-    rest = run(then, first=at + 1, count=4, **settings)
-    for a, b in zip(whole["steps"][at:], rest["steps"], strict=True):
-        for key in ("samples", "rewards", "versions", "accuracy"):
-            assert a[key] == b[key], key
-        both = [[x or y for x, y in zip(*s["held"], strict=True)] for s in (a, b)]
-        assert both[0] == both[1]
-        drop = {"rollout/wait_seconds"}
-        assert {k: v for k, v in a["metrics"].items() if k not in drop} == {
-            k: v for k, v in b["metrics"].items() if k not in drop
-        }
-    books = [(tmp_path / p).read_text() for p in ("whole/books.jsonl", "books.jsonl")]
-    assert books[0] == books[1]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["synchronous", "asynchronous"])
-def test_what_was_out_is_sampled_anew_under_its_name(
-    run: Run, tmp_path: Path, schedule: str
-) -> None:
-    settings: dict[str, Any] = {"schedule": schedule, "max_staleness": 5, "total": 4}
-    if schedule == "synchronous":
-        settings["over_sampling"] = 1.5
-    slow = {ORDER[1]: 99}
-    first = run(count=2, ends=False, delays=slow, **settings)
-    assert 1 not in [serial for step in first["steps"] for serial in serials(step)]
-    rest = run([0, 1], first=3, count=4, **settings)
-    again = [entry for issued in rest["issued"] for entry in issued]
-    assert [entry for entry in again if entry[0] == 1] == [(1, ORDER[1], 1, 10)]
-    balance = read_books(tmp_path / "books.jsonl")
-    assert balance.balanced
-    assert len(balance.ended["trained"]) == 16
-
-
-@pytest.mark.dist
-def test_lines_after_the_checkpoint_never_happened(run: Run, tmp_path: Path) -> None:
-    run(count=2, ends=False, total=4)
-    path = tmp_path / "books.jsonl"
-    before = path.read_text()
-    with path.open("a") as file:  # a third step that was lost with its process
-        file.write('{"step": 3, "event": "issued", "groups": {"8": "p1"}, "samples": 3}\n{"st')
-    run(first=3, count=4)
-    assert path.read_text().startswith(before)
-    assert read_books(path).balanced
-
-
-@pytest.mark.dist
-def test_a_stop_does_not_wait_for_the_next_steps_samples(run: Run) -> None:
-    slow = dict.fromkeys(ORDER[4:8], 5)
-    settings: dict[str, Any] = {"schedule": "one_step_off", "delays": slow, "total": 3}
-    first = run(count=1, stops_after=1, ends=False, **settings)
-    assert first["error"] == [None, None]
-    rest = run(first=2, count=3, **settings)
-    assert [serials(s) for s in rest["steps"]] == [[4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off"])
-def test_a_stop_in_a_step_that_has_no_samples_yet_changes_nothing(
-    run: Run, tmp_path: Path, schedule: str
-) -> None:
-    slow = {ORDER[1]: 2, ORDER[4]: 4}
-    settings = {"schedule": schedule, "total": 3, "delays": slow}
-    whole = run(folder=str(tmp_path / "whole"), count=3, **settings)
-    at = {"synchronous": 2, "one_step_off": 1}[schedule]  # its later ones wait before a push
-    first = run([0, 1], count=3, stops_in=at, ends=False, **settings)
-    assert len(first["steps"]) == at - 1
-    rest = run(first=at, count=3, **settings) if at > 1 else run(count=3, **settings)
-    for a, b in zip(whole["steps"], [*first["steps"], *rest["steps"]], strict=True):
-        assert a["samples"] == b["samples"] and a["versions"] == b["versions"]

@@ -52,7 +52,6 @@ class Scripted:
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         for r in requests:
-            assert len(r.seeds) == SAMPLES
             self.issued.append((r.serial, r.prompt.id, r.step, r.sampling.max_new_tokens))
         self.out += [(r, self.version) for r in requests]
         self.most = max(self.most, len(self.out))
@@ -87,7 +86,9 @@ class Scripted:
         answer = self.answers[request.prompt.id]
         if isinstance(answer, str):
             return GroupOutcome(request.serial, failed=answer)
-        samples = tuple(self._sample(request, i, a, began) for i, a in enumerate(answer))
+        samples = tuple(
+            self._sample(request, i, answer[i], began) for i in range(len(request.seeds))
+        )
         return GroupOutcome(request.serial, samples)
 
     def _sample(self, request: GroupRequest, index: int, right: bool | None, began: int) -> Sample:
@@ -142,6 +143,7 @@ class Script:
     per_step: int
     count: int = 1
     first: int = 1
+    samples: int = SAMPLES
     schedule: str = "synchronous"
     max_staleness: int = 1
     over_sampling: float = 1.0
@@ -159,7 +161,7 @@ class Script:
     def settings(self) -> CollectionSettings:
         return CollectionSettings(
             prompts_per_step=self.per_step,
-            samples_per_prompt=SAMPLES,
+            samples_per_prompt=self.samples,
             steps=self.total or self.count,
             temperature=1.0,
             seed=5,

@@ -198,6 +198,8 @@ class SlotModel:
             experts.register_forward_pre_hook(self._record_routing, with_kwargs=True)
         if self._dense:
             self.module.set_experts_implementation(DENSE_EXPERTS)
+        elif not all(map(_can_be_grouped, self._experts)):
+            self.module.set_experts_implementation("eager")
         self._rounded = None if fp8 == "none" else Fp8Weights(self.module, self._experts, fp8)
         self.cache = SlotCache(num_slots, context_length)
 
@@ -339,6 +341,12 @@ class SlotModel:
             problems.append(Problem("context_length", str(self.context_length), f"up to {longest}"))
         if problems:
             raise ConfigError(problems)
+
+
+def _can_be_grouped(experts: torch.nn.Module) -> bool:
+    """torch's grouped product takes matrices whose rows and columns are whole 16 bytes."""
+    matrices = [p for p in experts.parameters() if p.dim() == 3]
+    return all(n * p.element_size() % 16 == 0 for p in matrices for n in p.shape[1:])
 
 
 def _is_experts(module: torch.nn.Module) -> bool:

@@ -21,7 +21,7 @@ VOCAB, EOS, LAYERS, TOP_K, EXPERTS = 24, 1, 3, 2, 8
 SLOTS, CONTEXT = 64, 64
 
 
-def write_tiny_model(folder: Path, seed: int) -> Path:
+def write_tiny_model(folder: Path, seed: int, *, expert_width: int = 40) -> Path:
     """A random Qwen3-MoE: distributions far from uniform, an end token that is not rare."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -29,7 +29,7 @@ def write_tiny_model(folder: Path, seed: int) -> Path:
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
-        moe_intermediate_size=40,
+        moe_intermediate_size=expert_width,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -34,7 +34,9 @@ def push(
     ``steps``: what became of pushes and of closing, as (None or error, Push, seconds); ``seen``:
     the operations on each server, with its version before and after.
     """
-    actor = make_actor(config_for(hf, precision={"dtype": dtype}, memory={"offload": offload}), layout)
+    actor = make_actor(
+        config_for(hf, precision={"dtype": dtype}, memory={"offload": offload}), layout
+    )
     transport = _transport(actor, max_bytes, deadline_s)
     sinks = [Watched(**server, blow=None) for server in servers]
     steps = []
