@@ -45,7 +45,11 @@ class Site:
         self.deaths: list[ServerDeath] = []
         (folder / "gone").write_text("")
         self.workers = [self._worker(i) for i in range(2)]
-        self.router = self.start("--policy", "round_robin")
+        try:
+            self.router = self.start("--policy", "round_robin")
+        except BaseException:
+            self.end_workers()
+            raise
 
     def start(self, *more: str, restarts: int = 1) -> Router:
         return Router(
@@ -111,6 +115,9 @@ class Site:
 
     def close(self) -> None:
         self.router.close()
+        self.end_workers()
+
+    def end_workers(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
