@@ -91,3 +91,24 @@ def test_chaos_for_the_length_of_a_run(
     assert_no_token_lies(run.metrics())
     print(Counter(chaos.deeds), {fate: len(serials) for fate, serials in balance.ended.items()})
     assert len(set(chaos.deeds)) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["synchronous", "one_step_off"])
+def test_the_only_server_may_die_in_steps_pushes_and_evaluations(
+    launch: Start, inputs: Inputs, tmp_path: Path, schedule: str
+) -> None:
+    """It comes back into them, also where the weights lie in host memory at that moment."""
+    settings = ["run.steps=12", f"rollout.schedule={schedule}", "memory.offload=idle"]
+    settings += ["optim.distributed=true", *FLEET, "rollout.servers=1", "eval.every=1"]
+    run = launch(inputs.rl(tmp_path / "run", *settings))
+    run.wait_for_steps()
+    chaos = Chaos(run, random.Random(3), (1.0, 4.0), {"kill all": 1})
+    chaos.rage(240, most=6)
+    assert run.wait() == 0, run.text()
+    run.assert_nothing_left()
+    books_of(run, 12, 8)
+    assert_no_token_lies(run.metrics())
+    evaluated = [m["step"] for m in run.metrics() if "eval/accuracy" in m]
+    assert evaluated == list(range(13))
+    assert len(chaos.deeds) >= 3
