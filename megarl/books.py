@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import DataError
+from megarl.rundir import sync_path
 from megarl.types import Max, Metric, StepMetrics
 
 ISSUED = "issued"
@@ -63,8 +64,11 @@ class Books:
         ]
 
     def state(self) -> dict[str, Any]:
-        """JSON. Of the rank that writes; the others' has no length."""
-        length = self.path.stat().st_size if self.path and self.path.exists() else 0
+        """JSON. Of the rank that writes; the others' has no length. What is written is durable."""
+        length = 0
+        if self.path is not None and self.path.exists():
+            sync_path(self.path)
+            length = self.path.stat().st_size
         return {"counts": dict(self.counts), "bytes": length}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ from megarl.hostcomm import agree, gather_and_share
 from megarl.informative import filter_metrics, informative
 from megarl.protocols import Collector
 from megarl.rollout.seeds import sample_seeds
-from megarl.rollout.statistics import component_metrics, rollout_metrics
+from megarl.rollout.statistics import component_metrics, effort_metrics, rollout_metrics
 from megarl.schedule import CollectionSettings
 from megarl.servers import Servers
 from megarl.staleness import oldest_version, staleness_metrics
@@ -93,6 +93,7 @@ class Collection:
         self._step = 0  # that prompts were last asked for
         self._rounds, self._asked = 0, list[Prompt]()  # for it
         self._failed = 0  # groups, in the step
+        self._efforts: list[GroupOutcome] = []  # of this collector, since the step before
         self._seconds = 0.0
 
     # ---- a step ------------------------------------------------------------------------------
@@ -111,6 +112,8 @@ class Collection:
         chosen, metrics = self._choose(step)
         if self._collector is not None:
             metrics.append(Metric("rollout/wait_seconds", Max(self._seconds)))
+            metrics += effort_metrics(self._efforts)
+            self._efforts = []
         if self._rank == 0:
             metrics += rollout_metrics(came, "rollout")
             metrics += component_metrics(came, self.reward_names, "rollout")
@@ -353,6 +356,7 @@ class Collection:
         self._servers.refresh(suspects, newcomers=not trained)
         if not (self._servers.serving or trained):
             self._servers.require(stopping)
+        self._efforts += [replace(o, samples=()) for o in outcomes]
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))
         self._learn_names()

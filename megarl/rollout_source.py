@@ -105,7 +105,10 @@ class RolloutSource:
 
     def updated(self, step: int) -> StepMetrics:
         self.collection.before_push(step, self._stopping)
-        return self.servers.push(step)
+        events = self.fleet.events if self.fleet is not None else {}
+        return self.servers.push(step) + [
+            Metric(f"servers/{event}", Max(count)) for event, count in events.items()
+        ]
 
     def evaluate(self, step: int) -> StepMetrics:
         """What ``Evaluations`` of it are due."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megarl.types import Known, Max, Mean, Metric, StepMetrics, Sum
+from megarl.types import GroupOutcome, Known, Max, Mean, Metric, StepMetrics, Sum
 
 
 def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
@@ -17,6 +17,15 @@ def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
         Metric(f"{area}/response_length_max", Max(max(lengths, default=0))),
         Metric(f"{area}/tokens", Sum(sum(s.length for s in samples))),
         Metric(f"{area}/samples", Sum(count)),
+    ]
+
+
+def effort_metrics(outcomes: Sequence[GroupOutcome]) -> StepMetrics:
+    """What groups took: times each was asked for, and tokens of all times together."""
+    count = len(outcomes)
+    return [
+        Metric("rollout/attempts", Mean(sum(o.attempts for o in outcomes), count)),
+        Metric("rollout/sampled_tokens", Sum(sum(o.tokens for o in outcomes))),
     ]
 
 

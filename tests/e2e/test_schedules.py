@@ -19,11 +19,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 Start = Callable[..., Launch]
 TIMES = ("time", "perf/", "sync/seconds", "rollout/wait_seconds", "memory/")
+EFFORTS = ("rollout/attempts", "rollout/sampled_tokens")  # more where servers die
 
 
 def numbers(run: Launch) -> list[dict[str, Any]]:
     """Of every step, without what a clock says."""
-    return [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in run.metrics()]
+    return [
+        {k: v for k, v in m.items() if not k.startswith((*TIMES, *EFFORTS))} for m in run.metrics()
+    ]
 
 
 def assert_same(a: Path, b: Path, steps: int) -> None:

@@ -6,8 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.rollout.statistics import component_metrics, pass_at_k, rollout_metrics
-from megarl.types import Max, Mean, Metric, Sum
+from megarl.rollout.statistics import (
+    component_metrics,
+    effort_metrics,
+    pass_at_k,
+    rollout_metrics,
+)
+from megarl.types import GroupOutcome, Max, Mean, Metric, Sum
 from tests.helpers.samples import random_samples
 
 
@@ -48,3 +53,15 @@ def test_metrics_of_collectors_add_up() -> None:
             values = [m.value for m in metrics]
             assert sum(v.total for v in values) == pytest.approx(whole.total)  # type: ignore[union-attr]
             assert sum(v.count for v in values) == whole.count  # type: ignore[union-attr]
+
+
+def test_efforts_are_of_groups_that_failed_too() -> None:
+    outcomes = [
+        GroupOutcome(0, attempts=1, tokens=40),
+        GroupOutcome(1, attempts=3, tokens=90),
+        GroupOutcome(2, failed="no answer", attempts=5, tokens=7),
+    ]
+    assert effort_metrics(outcomes) == [
+        Metric("rollout/attempts", Mean(9, 3)),
+        Metric("rollout/sampled_tokens", Sum(137)),
+    ]
