@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from tests.helpers.required import (  # noqa: F401 (hooks)
 # As in every process of a run, and for those that tests start: more threads than cores wait for
 # each other, and sums in another order are other bits.
 os.environ["OMP_NUM_THREADS"] = "1"
+# A shell starts what it runs in the background with SIGINT ignored, and so would all that we start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 
