@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from megarl.data.rewards import pad_rewards
@@ -33,6 +32,7 @@ from megarl.rollout.messages import (
     outcome_from_frame,
     request_to_json,
 )
+from megarl.rollout.process import child_environment
 from megarl.rollout.seeds import sample_seeds
 from megarl.rollout.statistics import component_metrics, pass_at_k, rollout_metrics
 from megarl.types import (
@@ -53,10 +53,6 @@ START_TIMEOUT_S = 120.0
 _RECALL_TIMEOUT_S = 60.0  # twice what a server has
 _CLOSE_TIMEOUT_S = 5.0
 _TAIL_BYTES = 3000
-# What torchrun tells its workers is not for their children, which are no members of its world.
-_NOT_INHERITED = re.compile(
-    r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
-)
 # glibc's: blocks of up to 32 MB come out of one heap, of which 256 MB may lie idle.
 _ALLOCATION = {
     "MALLOC_ARENA_MAX": "1",
@@ -378,14 +374,13 @@ def _start(settings: CollectorSettings) -> tuple[subprocess.Popen[bytes], socket
             stdout=output,
             stderr=output,
             pass_fds=(theirs.fileno(),),
-            env=_environment(os.environ),
+            env=_environment(),
         )
     return process, ours
 
 
-def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Replies are some MB each: their memory is kept for the next ones, not given back and zeroed
     anew by the system every time.
     """
-    kept = {k: v for k, v in ours.items() if not _NOT_INHERITED.fullmatch(k)}
-    return {**_ALLOCATION, **kept}
+    return {**_ALLOCATION, **child_environment()}

@@ -5,7 +5,6 @@ It is a process group of its own, logs to the run directory, and dies with us ev
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -14,12 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from megarl.rollout.process import child_environment
+
 TERM_S = 3.0
 _TAIL_BYTES = 3000
-# What torchrun tells its workers is not for servers, which would join the trainer's world.
-_NOT_INHERITED = re.compile(
-    r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
-)
 
 
 class ManagedServer:
@@ -103,7 +100,7 @@ def spawn(name: str, command: Sequence[str], log_file: Path, key: str, mark: str
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={k: v for k, v in os.environ.items() if not _NOT_INHERITED.fullmatch(k)},
+            env=child_environment(),
         )
     return ManagedServer(name, process, log_file, start, key)
 

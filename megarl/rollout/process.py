@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import secrets
 import select
 import signal
@@ -18,6 +19,10 @@ from megarl.errors import ConfigError, Problem
 log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+# What torchrun tells its workers is not for their children, which are no members of its world.
+_OF_THE_JOB = re.compile(
+    r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
@@ -48,6 +53,11 @@ def read_key(path: Path) -> str:
     if not key or not key.isascii() or any(c.isspace() for c in key):
         raise ConfigError([Problem("rollout.key_file", f"{path} without a key", accepted)])
     return key
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, without its place in a job."""
+    return {k: v for k, v in os.environ.items() if not _OF_THE_JOB.fullmatch(k)}
 
 
 def follow_parent(parent_pid: int, ended: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,7 +112,7 @@ _WORDS = {
 }
 
 
-class Keeper:
+class Keeper(ABC):
     """What keepers of all kinds share. `name` and `member` can be read from any thread."""
 
     def __init__(self, name: str, care: Care) -> None:
@@ -141,8 +142,9 @@ class Keeper:
         self.settled.set()
         self._orders.put(_Order("close"))
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """In the keeper's thread, until it is closed."""
 
     def _admit(self, member: Member) -> None:
         with self._lock:
