@@ -86,6 +86,7 @@ class Work:
             settings.max_attempts,
             settings.routing,
             settings.request_timeout_s,
+            frozenset(tokenizer.eos_ids),
         )
 
         def connect(member: Member) -> RolloutClient:

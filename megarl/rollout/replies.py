@@ -131,6 +131,9 @@ def read_part(
         raise _Mismatch(f"output_ids {tokens!r:.80}", "integers, 0 or above")
     logprobs = _logprobs(tokens, meta, finish)
     _check_count(count, finish, ask.budget)
+    matched = meta["finish_reason"].get("matched", tokens[-1] if tokens else None)
+    if finish == "stop" and matched != tokens[-1]:
+        raise _Mismatch(f"a stop for {matched!r}", f"one for the last token, {tokens[-1]}")
     rows = None
     if routing is not None:
         encoded: Any = meta.get("routed_experts")

@@ -3,8 +3,8 @@
 1. All unfinished samples of a group are one request to one server.
 2. A response that was stopped half-way (an ``abort``: a recall, a pause for new weights) goes on
    from its last token with what is left of its budget, or starts anew with its own seed, or ends
-   its group, as `Rules.partial` says. At the end of its budget it is truncated, and nothing is
-   asked.
+   its group, as `Rules.partial` says. With an end token, or at the end of its budget, it is whole:
+   a server that samples the last token of a response while it is told to abort says "abort".
 3. A continued response is the concatenation of its parts: tokens, log-probs, version spans shifted
    by the tokens before, and one row of routing for every token but the last, each as it was when
    that token was first fed.
@@ -44,12 +44,13 @@ _BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 5.0
 
 @dataclass(frozen=True)
 class Rules:
-    """What is done with parts and with failures."""
+    """What is done with parts and with failures. `eos_ids`: the tokens that end a response."""
 
     partial: Partial
     max_attempts: int
     routing: RoutingShape | None = None
     patience_s: float = 600.0
+    eos_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class _Group:
                 response.append(part, server.name, finish)
             elif self.rules.partial == "discard" and count:
                 self.discarded = True
-            if finish == "abort" and not self.budget(response):
+            if finish == "abort" and self._at_its_end(response):
                 response.start_anew()  # the routing of its last tokens will never be known
             aborts += finish == "abort"
         self.fruitless = 0 if progress or recalled or not aborts else self.fruitless + 1
@@ -229,10 +230,19 @@ class _Group:
             )
 
     def _finish(self, part: Completion, response: _Response) -> Finish:
-        """What was stopped at the very end of its budget is whole, if its routing is."""
-        full = len(part.token_ids) == self.budget(response)
-        known = self.rules.routing is None or part.routing is not None
-        return "length" if part.finish == "abort" and full and known else part.finish
+        """What was stopped at its very end is whole, if its routing is."""
+        if part.finish != "abort" or (self.rules.routing is not None and part.routing is None):
+            return part.finish
+        if self._ended_by(part.token_ids):
+            return "stop"
+        return "length" if len(part.token_ids) == self.budget(response) else "abort"
+
+    def _at_its_end(self, response: _Response) -> bool:
+        return not self.budget(response) or self._ended_by(response.tokens)
+
+    def _ended_by(self, tokens: Sequence[int] | NDArray[np.int32]) -> bool:
+        found = len(tokens) > 0 and int(tokens[-1]) in self.rules.eos_ids
+        return found and not self.request.sampling.ignore_eos
 
     def failure(self, server: Member, reason: str) -> None:
         self.failures += 1

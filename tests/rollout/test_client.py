@@ -142,6 +142,15 @@ BAD_REPLIES: dict[str, tuple[Change, str]] = {
     ),
     "an unknown finish": (change_meta(finish_reason={"type": "tired"}), "'tired'"),
     "no finish": (change_meta(finish_reason=None), "NoneType"),
+    "a stop for another token": (
+        change_meta(finish_reason={"type": "stop", "matched": 4}),
+        "a stop for 4; expected: one for the last token, 1",
+    ),
+    "a stop for words": (change_meta(finish_reason={"type": "stop", "matched": "END"}), "'END'"),
+    "an end token in place of one that is none (SGLang)": (
+        change_meta(finish_reason={"type": "stop", "matched": "NaN happened"}),
+        "a stop for 'NaN happened'",
+    ),
     "length, too early": (
         lambda r: r.update(
             output_ids=[4],

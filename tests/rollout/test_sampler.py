@@ -12,7 +12,7 @@ from megarl.rollout.client import RolloutClient
 from megarl.rollout.pool import Pool
 from megarl.rollout.sampler import Partial, Rules, Sampled, sample_group
 from megarl.types import GroupRequest, Member, Prompt, Sampling, VersionSpan
-from tests.rollout.scripted import SHAPE, Server, logprob_of, respond, routing_of
+from tests.rollout.scripted import EOS, SHAPE, Server, logprob_of, respond, routing_of
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def request(serial: int = 0, seeds: tuple[int, ...] = SEEDS, budget: int = BUDGE
 
 
 def rules(partial: Partial = "continue", attempts: int = 5, *, routed: bool = True) -> Rules:
-    return Rules(partial, attempts, SHAPE if routed else None)
+    return Rules(partial, attempts, SHAPE if routed else None, eos_ids=frozenset({EOS, 99}))
 
 
 @contextlib.asynccontextmanager
@@ -215,6 +215,67 @@ def test_without_rows_for_its_last_tokens_a_response_starts_anew() -> None:
     asked = request(seeds=LONG)
     check_whole(sampled(server, asked=asked), asked)
     assert [b["sampling_params"][0]["max_new_tokens"] for b in server.bodies] == [10, 10]
+
+
+def ends_in(low: int, high: int) -> tuple[int, ...]:
+    """Seeds of responses that end by themselves after so many tokens."""
+    seeds = [s for s in range(300) if low <= len(respond(3, s, BUDGET)[0]) <= high]
+    return tuple(s for s in seeds if respond(3, s, BUDGET)[1] == "stop")[:3]
+
+
+def aborting_at_the_end(first: int | None, *, with_rows: bool = True) -> Server:
+    """Aborts after ``first`` tokens, if given, and then in the step that samples the end token."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        if first is not None and len(server.bodies) == 1:
+            return server.replies(body, first)
+        replies = server.replies(body)
+        if len(server.bodies) == 1 + (first is not None):
+            for reply in replies:
+                reply["meta_info"]["finish_reason"] = {"type": "abort"}
+                if not with_rows:
+                    reply["meta_info"]["routed_experts"] = None
+        return replies
+
+    return Server(script=script)
+
+
+@pytest.mark.parametrize("routed", [True, False])
+@pytest.mark.parametrize(
+    ("partial", "first", "low"),
+    [("continue", None, 2), ("continue", 3, 5), ("restart", None, 2), ("discard", None, 2)],
+)
+def test_nothing_is_sampled_after_an_end_token(
+    partial: Partial, first: int | None, low: int, routed: bool
+) -> None:
+    """A server that is told to abort in the step of the end token says "abort" (SGLang)."""
+    server = aborting_at_the_end(first)
+    asked = request(seeds=ends_in(low, BUDGET))
+    found = sampled(server, asked=asked, by=rules(partial, routed=routed))
+    check_whole(found, asked, routed=routed)
+    assert {c.finish for c in found.completions} == {"stop"}
+    assert len(server.bodies) == 1 + (first is not None)
+
+
+@pytest.mark.parametrize("first", [None, 2])
+def test_without_rows_for_its_end_token_a_response_starts_anew(first: int | None) -> None:
+    server = aborting_at_the_end(first, with_rows=False)
+    asked = request(seeds=ends_in(4, BUDGET))
+    check_whole(sampled(server, asked=asked), asked)
+    assert server.bodies[-1]["input_ids"] == [[5, 6, 7]] * 3
+    assert {p["max_new_tokens"] for p in server.bodies[-1]["sampling_params"]} == {BUDGET}
+
+
+def test_where_end_tokens_are_ignored_a_response_goes_on_after_them() -> None:
+    seeds = ends_in(2, BUDGET - 2)
+    server = aborting_at_the_end(None)
+    asked = GroupRequest(0, 1, PROMPT, seeds, Sampling(1.0, BUDGET, ignore_eos=True))
+    found = sampled(server, asked=asked)
+    for seed, completion in zip(seeds, found.completions, strict=True):
+        first = respond(3, seed, BUDGET)[0]
+        assert first[-1] == EOS and len(first) < BUDGET
+        rest = respond(3 + len(first), seed, BUDGET - len(first))[0]
+        assert completion.token_ids.tolist() == first + rest
 
 
 @pytest.mark.parametrize(

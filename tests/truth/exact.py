@@ -136,6 +136,10 @@ def _by_seed(proxy: Proxy) -> dict[int, list[tuple[Any, Any, Any]]]:
     return found
 
 
+def _at_its_end(tokens: list[int], limit: int) -> bool:
+    return len(tokens) == limit or tokens[-1] == EOS
+
+
 def _check_sample(
     sample: Sample, group: GroupRequest, parts: Sequence[tuple[Any, Any, Any]]
 ) -> Counter[str]:
@@ -145,7 +149,8 @@ def _check_sample(
     finish, continued = "abort", False
     for ids, given, reply in parts:
         assert finish == "abort", "it was whole and is asked for again"
-        if len(tokens) == limit and ids == prompt:
+        if tokens and ids == prompt:
+            assert _at_its_end(tokens, limit)
             tokens, logprobs = [], []  # the experts of its last tokens will never be known
         assert ids == prompt + tokens
         assert given["max_new_tokens"] == limit - len(tokens) > 0
@@ -158,8 +163,8 @@ def _check_sample(
         assert [t[1] for t in triples] == reply["output_ids"]
         logprobs += [t[0] for t in triples]
         finish = reply["meta_info"]["finish_reason"]["type"]
-    if len(tokens) == limit and tokens[-1] != EOS:
-        finish = "length"  # also where a pause came just then
+    if _at_its_end(tokens, limit):  # also where a pause came just then
+        finish = "stop" if tokens[-1] == EOS else "length"
     assert EOS not in tokens[:-1]
     assert (tokens[-1] == EOS) == (finish == "stop")
     assert finish == "stop" or len(tokens) == limit
