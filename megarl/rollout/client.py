@@ -24,7 +24,7 @@ import aiohttp
 import orjson
 
 from megarl.errors import ServerError
-from megarl.rollout.replies import Answer, Ask, first_row, read_answer
+from megarl.rollout.replies import Answer, Ask, OtherWeights, first_row, read_answer
 from megarl.types import RoutingShape, Sampling
 
 __all__ = ["Answer", "Ask", "Failure", "Outcome", "Refusal", "RolloutClient", "new_rids"]
@@ -76,10 +76,15 @@ class RolloutClient:
         self._aborting = asyncio.Semaphore(_ABORTS_AT_ONCE)
 
     async def generate(
-        self, asks: Sequence[Ask], sampling: Sampling, routing: RoutingShape | None = None
+        self,
+        asks: Sequence[Ask],
+        sampling: Sampling,
+        routing: RoutingShape | None = None,
+        least_version: int = 0,
     ) -> Outcome:
         """`sampling.max_new_tokens` is of whole responses; a request has every sequence's own
-        budget. `routing`: ask for routed experts too, of a model of this shape.
+        budget. `routing`: ask for routed experts too, of a model of this shape. `least_version`:
+        of the weights that the server has.
         """
         rids = [ask.rid for ask in asks]
         batch = self._batch(_body(asks, sampling, routing is not None))
@@ -98,7 +103,10 @@ class RolloutClient:
             await self.abort(rids)
             raise
         if status == 200:
-            return read_answer(self._replies(raw), asks, routing)
+            try:
+                return read_answer(self._replies(raw), asks, routing, least_version)
+            except OtherWeights as error:
+                return Failure(str(error), taken=False)
         said = f"HTTP {status}: {raw[:300].decode(errors='replace')}"
         if status in _BUSY or status >= 500:
             return Failure(said, taken=status not in _BUSY)

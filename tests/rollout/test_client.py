@@ -66,6 +66,7 @@ class Odd:
         sampling: Sampling = SAMPLING,
         routing: RoutingShape | None = None,
         host: str = "127.0.0.1",
+        least_version: int = 0,
     ) -> Outcome:
         app = web.Application()
         app.router.add_post("/{path:.*}", self._handle)
@@ -78,7 +79,7 @@ class Odd:
         budget = sampling.max_new_tokens
         asks = [Ask(rid, [2, 3], budget, seed) for seed, rid in enumerate(new_rids(n))]
         try:
-            return await client.generate(asks, sampling, routing)
+            return await client.generate(asks, sampling, routing, least_version)
         finally:
             await client.close()
             await runner.cleanup()
@@ -176,10 +177,6 @@ BAD_REPLIES: dict[str, tuple[Change, str]] = {
         "spans over 0..3",
     ),
     "versions that end early": (change_meta(weight_versions=[span("1", 0, 2)]), "spans over 0..3"),
-    "a version that is no number": (
-        change_meta(weight_versions=[span("default", 0, 3)]),
-        "'default'",
-    ),
     "a version span of no integers": (
         change_meta(weight_versions=[{"version": "1", "start": 0.0, "end": 3.0}]),
         "spans over 0..3",
@@ -238,6 +235,61 @@ def test_a_version_alone_stands_for_the_whole_response() -> None:
     odd = answering(lambda r: r["meta_info"].pop("weight_versions") and None)
     completion = answered(odd)[1]
     assert [(s.version, s.start, s.end) for s in completion.version_spans] == [(3, 0, 3)]
+
+
+def with_versions(*versions: object) -> Change:
+    spans = [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(versions[:-1])]
+    last = {"version": versions[-1], "start": len(spans), "end": 3}
+    return change_meta(weight_versions=[*spans, last])
+
+
+def alone(version: object) -> Change:
+    """As a server says it that tells of no spans."""
+    return change_meta(weight_version=version, weight_versions=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (with_versions("6"), "'6'"),
+        (with_versions("6", "8"), "'6'"),
+        (with_versions("8", "8", "0"), "'0'"),
+        (with_versions("default"), "'default'"),
+        (with_versions(""), "''"),
+        (with_versions("-7"), "'-7'"),
+        (with_versions("7.0"), "'7.0'"),
+        (with_versions(None), "None"),
+        (with_versions(7), "7"),
+        (alone("6"), "'6'"),
+        (alone("default"), "'default'"),
+        (alone(None), "None"),
+    ],
+)
+@pytest.mark.parametrize("broken", [False, True])
+def test_what_other_weights_sampled_is_no_answer(change: Change, found: str, broken: bool) -> None:
+    """Not even its right sequences: another process has taken the server's place. Whatever else is
+    wrong with it does not matter.
+    """
+
+    async def generate(odd: Odd, request: web.Request, body: Any) -> Any:
+        replies = [good_reply(rid) for rid in body["rid"]]
+        with_versions("7")(replies[0])
+        replies[1]["output_ids"] = replies[1]["output_ids"][: 2 if broken else 3]
+        change(replies[1])
+        return replies
+
+    outcome = asyncio.run(Odd(generate).ask(least_version=7))
+    expected = "expected: 7 or above, as a weight push sets it"
+    assert outcome == Failure(f"found weight version {found}; {expected}", taken=False)
+
+
+@pytest.mark.parametrize("versions", [("7",), ("8",), ("7", "8", "9"), ("12",)])
+def test_newer_weights_are_right(versions: tuple[str, ...]) -> None:
+    odd = answering(with_versions(*versions))
+    outcome = asyncio.run(odd.ask(n=1, least_version=7))
+    assert isinstance(outcome, Answer) and outcome.parts[0] is not None
+    spans = outcome.parts[0].version_spans
+    assert [str(span.version) for span in spans] == list(versions)
 
 
 @pytest.mark.parametrize(

@@ -337,18 +337,25 @@ def test_k1_a_pickle_is_garbage_wherever_it_comes(tmp_path: Path) -> None:
 
     def in_fields(body: Any) -> bytes:
         replies = [good_reply(rid) for rid in body["rid"]]
-        replies[0]["meta_info"]["weight_version"] = text
-        replies[0]["meta_info"]["weight_versions"] = None
+        replies[0]["meta_info"]["finish_reason"] = text
         replies[1]["output_ids"] = text
         replies[2]["meta_info"]["routed_experts"] = text
         return json.dumps(replies).encode()
 
-    for said in (lambda body: attack, lambda body: text.encode(), in_fields):
+    def as_version(body: Any) -> bytes:
+        replies = [good_reply(rid) for rid in body["rid"]]
+        replies[0]["meta_info"] |= {"weight_version": text, "weight_versions": None}
+        return json.dumps(replies).encode()
+
+    for said in (lambda body: attack, lambda body: text.encode(), in_fields, as_version):
 
         async def answer(writer: Writer, body: Any, said: Any = said) -> None:
             data = said(body)
             writer.write(head_of(len(data)) + data)
 
         outcome = outcome_of(Raw(answer), routing=RoutingShape((True,), 2, 8))
-        assert isinstance(outcome, Answer) and outcome.parts == (None,) * 3
+        if said is as_version:
+            assert isinstance(outcome, Failure) and not outcome.taken
+        else:
+            assert isinstance(outcome, Answer) and outcome.parts == (None,) * 3
         assert not marker.exists()
