@@ -132,10 +132,6 @@ class Server:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.keys.add(request.headers.get("Authorization"))
-        if request.path == "/health_generate":
-            return web.Response()
-        if request.path == "/server_info":
-            return web.json_response({"version": "0.5.23", "weight_version": str(self.version)})
         body = await request.json()
         if request.path == "/abort_request":
             self.aborted.append(body["rid"])
