@@ -45,6 +45,10 @@ class ToldFleet:
     def give_up(self, member: Member, reason: str) -> None:
         self.log.append(("give up", member, reason))
 
+    def pushed(self, members: Sequence[Member], version: int) -> None:
+        assert self.held
+        self.log.append(("pushed", list(members), version))
+
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
         self.held = True

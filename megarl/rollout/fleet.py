@@ -21,7 +21,7 @@ from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
 from megarl.rollout.router import Router
 from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
-from megarl.rollout.watching import Care, ServerDeath
+from megarl.rollout.watching import Care, Hold, ServerDeath
 from megarl.rundir import RunDir
 from megarl.types import Member
 
@@ -81,6 +81,11 @@ class Fleet:
         for keeper in self._of(member):
             keeper.give_up(member, reason)
 
+    def pushed(self, members: Sequence[Member], version: int) -> None:
+        for member in members:
+            for keeper in self._of(member):
+                keeper.pushed(member, version)
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Supervisors of discovered servers are told."""
@@ -134,6 +139,7 @@ def start_fleet(
     progress: Callable[[str], None] = lambda text: None,
     labels: Sequence[str] | None = None,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
+    hold: Hold | None = None,
 ) -> Fleet:
     """Servers of which at least one answers, within `rollout.start_timeout_s`; all of them, where
     a failing one is not started again (`on_failure`: stop).
@@ -142,7 +148,7 @@ def start_fleet(
     alone, an address of this machine. `routing`: they can say which experts tokens were routed to.
     `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
     called, from a thread, for a server that ends the run. `progress` is told what happens
-    meanwhile, and so is the log.
+    meanwhile, and so is the log. `hold`: where other processes push weights as well.
     Discovered servers may always go and come back.
     Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
     """
@@ -162,6 +168,7 @@ def start_fleet(
         max_restarts=max_restarts,
         report=on_death,
         say=say,
+        hold=hold or Hold(),
     )
     starter = Starter(
         *(section, run_dir, model, dtype, key_file, key, host, routing, say),

@@ -148,7 +148,7 @@ class NamedKeeper(Keeper):
                 self._pause(AGAIN_S)
                 continue
             if isinstance(found, ServerError):
-                probe.resume()
+                self._care.hold.outside(probe.resume)
             else:
                 found = self._serve(found, boot or uuid.uuid4().hex[:12])
                 boot = f"{self.boot}-{uuid.uuid4().hex[:6]}" if self.boot else ""
@@ -176,10 +176,10 @@ class NamedKeeper(Keeper):
         end = self._watch(member, identity)
         self._withdraw(boot)
         care = self._care
-        if end.kind in ("hung", "given_up"):
+        if end.kind != "closed":
             care.count(end.kind)
-            if self._disown is not None:
-                self._disown(self.boot, end.reason)
+        if end.kind in ("hung", "given_up") and self._disown is not None:
+            self._disown(self.boot, end.reason)
         if end.kind == "hung" and not care.restart:
             care.report(ServerDeath(self.name, str(end)))
         if end.kind == "given_up":

@@ -38,11 +38,11 @@ class Identity:
     waits: bool = False  # for weights, and says so: until then it generates nothing
 
     def same_process(self, later: "Identity") -> bool:
-        """Whether `later` can be of the same process. Without a mark a version of weights that went
-        back gives it away: nobody but a trainer moves it, and forward."""
+        """Whether `later` can be of the same process. Without a mark another version of weights
+        gives it away: nobody but a trainer moves it, and who is to compare knows what it pushed."""
         if self.mark or later.mark:
             return self.mark == later.mark
-        return self.weights is None or later.weights is None or later.weights >= self.weights
+        return self.weights == later.weights
 
 
 class _Missing(ServerError):

@@ -18,7 +18,7 @@ from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import lives, read_or_make_key
 from megarl.types import Member
 from tests.config.cases import MOE
-from tests.rollout.fleets import Site, back, until
+from tests.rollout.fleets import HOLDS, Site, back, until
 
 PORT = iter(range(18400, 18500))
 
@@ -101,6 +101,26 @@ def test_a_named_server_that_was_restarted_between_two_probes_is_another(
             told = {"startup_time": None, "weight_version": "0"}
             external.site.tell("info.json", json.dumps(told))
         assert back(fleet, old) and fleet.events.get("hung") is None
+
+
+@pytest.mark.parametrize("before, pushed", [("7", 4), ("default", 0)])
+def test_weights_that_our_trainer_pushed_are_no_sign_of_another_process(
+    external: External, before: str, pushed: int
+) -> None:
+    """Also those of an older step, after a resume; what it has not pushed is."""
+    info = {"startup_time": None, "weight_version": before}
+    external.site.tell("info.json", json.dumps(info))
+    with external.fleet() as fleet:
+        old = only(fleet)
+        with fleet.hold():
+            info["weight_version"] = str(pushed)
+            external.site.tell("info.json", json.dumps(info))
+            fleet.pushed([old], pushed)
+        time.sleep(0.5)
+        assert only(fleet) == old and fleet.events == {}
+        info["weight_version"] = "default"  # as a new process has
+        external.site.tell("info.json", json.dumps(info))
+        assert back(fleet, old) and fleet.events == {"replaced": 1}
 
 
 def test_under_stop_a_named_server_that_fails_ends_the_run(external: External) -> None:
@@ -262,6 +282,26 @@ def test_without_a_supervisor_the_start_says_what_is_missing(site: Site) -> None
         site.fleet(discover=True, start_timeout_s=1),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_server_that_a_killed_trainer_left_paused_is_not_started_again(site: Site) -> None:
+    paused = site.program.parent / "paused"
+    with supervisor(site, "rollout.probe_timeout_s=0.7"):
+        until(lambda: told(site), 60)
+        before = told(site)
+        command = [sys.executable, "-c", HOLDS, str(site.run.root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline() == "holds\n"
+            time.sleep(1.0)  # the supervisor looks every half second
+            site.tell("paused")
+            time.sleep(3.0)
+            trainer.kill()
+        assert paused.exists() and told(site) == before
+        until(lambda: not paused.exists(), 30)
+        time.sleep(2.0)
+        assert told(site) == before
+    assert "started again" not in (site.run.root / "supervisor.log").read_text()
 
 
 @pytest.mark.slow
