@@ -59,3 +59,7 @@ class InstallError(MegarlError, ImportError):
     """A package of this environment is broken, or is another of the same name; says what to
     uninstall or install.
     """
+
+
+LASTING = (ConfigError, DataError, InstallError)
+"""What a restart does not mend: somebody has to change something first."""
