@@ -165,8 +165,8 @@ class OnFailureSection(Section):
     collectors: Choice | None = None
     """The process that collects the rollouts of a node. restart: its groups are sampled again."""
     trainer: Choice | None = None
-    """Trainer ranks. restart: all of them start again from the newest checkpoint, after a pause that
-    grows; servers stay. Wrong settings and damaged data end the run all the same.
+    """Trainer ranks. restart: all of them start again from the newest checkpoint, after a pause
+    that grows; servers stay. Wrong settings and damaged data end the run all the same.
     """
     max_restarts: NonNegative = 8
     """Of each server, each collector and the trainer, in one start of the run; then it stops."""
