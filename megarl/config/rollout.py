@@ -113,7 +113,9 @@ class RolloutSection(Section):
     max_running: Positive = 256
     """Managed embedded server: sequences decoded together."""
     context_length: Positive = 64
-    """Managed server: prompt + response tokens of the longest sequence."""
+    """Prompt + response tokens of the longest sequence. Managed servers are started for so many;
+    others have to take as many.
+    """
     fixed_shape: bool = True
     """Managed embedded server: always compute full batches, so that a sample's bits do not depend
     on its neighbours.

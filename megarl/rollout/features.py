@@ -17,6 +17,10 @@ from megarl.errors import ServerError
 
 EMBEDDED = "megarl-embedded"
 SGLANG = "sglang"
+SGLANG_SPARE = 6
+"""Of its context SGLang 0.5.23 leaves two tokens free, and takes no prompt that reaches into the
+last six: it would end the longest responses early, without a word, and not continue them.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,31 @@ def features_of(version: str) -> Features:
     raise ServerError(
         f"the server is {version}; supported: {', '.join(map(str, ROWS))}. Name one of these in "
         "rollout.server_command, or leave rollout.engine at embedded"
+    )
+
+
+def longest_of(info: Mapping[str, Any]) -> int | None:
+    """Tokens of a prompt and a response that a server takes together and whole, out of
+    `/server_info`; None where it does not say. SGLang's `max_req_input_len` is the length from
+    which on a prompt is refused: `SGLANG_SPARE` less than its context, or than the keys and values
+    that it has room for, if these are fewer.
+    """
+    limit, context = info.get("max_req_input_len"), info.get("context_length")
+    if isinstance(limit, int):
+        return limit
+    spare = 0 if info.get("engine") == EMBEDDED else SGLANG_SPARE
+    return context - spare if isinstance(context, int) else None
+
+
+def require_length(longest: int | None, wanted: int) -> None:
+    """Raises ServerError for a server that does not take sequences of `wanted` tokens."""
+    if longest is None or longest >= wanted:
+        return
+    more = f"--context-length {wanted + SGLANG_SPARE} and as many of --max-total-tokens"
+    raise ServerError(
+        f"rollout.context_length: found {wanted}; accepted: at most {longest}, what the server "
+        f"takes of a prompt and its response. Or start it with a longer context (SGLang: {more}; "
+        f"megarl serve: --context-length {wanted})"
     )
 
 

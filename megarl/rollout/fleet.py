@@ -166,6 +166,7 @@ def start_fleet(
         probe_timeout_s=section.probe_timeout_s,
         restart=on_failure == "restart" or section.discover,
         max_restarts=max_restarts,
+        longest=section.context_length,
         report=on_death,
         say=say,
         hold=hold or Hold(),

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 
 from megarl.errors import ServerError
-from megarl.rollout.features import features_of
+from megarl.rollout.features import features_of, require_length
 from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.probe import Identity, Probe
 from megarl.rollout.starter import Starter
@@ -165,8 +165,9 @@ class NamedKeeper(Keeper):
         """While it answers; then why it does not."""
         try:
             features_of(identity.version)
+            require_length(identity.longest, self._care.longest)
         except ServerError as error:
-            return error
+            return ServerError(f"{self.url}: {error}")
         if identity.ranks not in (None, self._ranks):
             found = f"found {self._ranks}; accepted: {identity.ranks}, as the server says"
             return ServerError(f"{self.url}: rollout.server_tp: {found}")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megarl.config.rollout import RolloutSection
 from megarl.errors import ServerError
-from megarl.rollout.features import features_of
+from megarl.rollout.features import SGLANG_SPARE, features_of, require_length
 from megarl.rollout.managed import ManagedServer, open_private, spawn
 from megarl.rollout.probe import Probe
 from megarl.rollout.process import lives
@@ -34,9 +34,6 @@ _POLL_S = 0.05
 _PROGRESS_S = 10.0
 _PROBE_S = 20.0
 _PORT_TRIES = 3
-# Of its context SGLang 0.5.23 leaves two tokens free, and takes no prompt that reaches into the
-# last six: it would end the longest responses early, without a word, and not continue them.
-_SGLANG_SPARE = 6
 _SGLANG_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -142,7 +139,7 @@ class Starter:
             "host": self.host,
             "port": port,
             "dtype": _SGLANG_DTYPES[self.dtype],
-            "context-length": section.context_length + _SGLANG_SPARE,
+            "context-length": section.context_length + SGLANG_SPARE,
             "tp-size": section.server_tp,
             "weight-version": 0,
         }
@@ -196,12 +193,13 @@ class Starter:
     def _member(self, server: ManagedServer, url: str) -> Member:
         """Raises ServerError for a server that is not supported."""
         try:
-            version = Probe(url, self.key).identity().version
-            features_of(version)
+            identity = Probe(url, self.key).identity()
+            features_of(identity.version)
+            require_length(identity.longest, self.section.context_length)
         except ServerError as error:
             raise ServerError(f"{server.name} cannot be used: {error}") from error
         boot, ranks = uuid.uuid4().hex[:12], self.section.server_tp
-        return Member(server.name, url, boot, ranks, version)
+        return Member(server.name, url, boot, ranks, identity.version)
 
     def _tell(self, server: ManagedServer, label: str, member: Member) -> None:
         told = {

@@ -87,6 +87,7 @@ class Care:
     probe_timeout_s: float
     restart: bool
     max_restarts: int
+    longest: int  # tokens of a prompt and its response: whoever takes less is of no use
     report: Callable[[ServerDeath], None]  # of what ends the run
     say: Callable[[str], None]
     hold: Hold = field(default_factory=Hold)

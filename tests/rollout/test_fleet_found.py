@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl import __version__
 from megarl.errors import ServerError
 from megarl.rollout import discovery, keeper
 from megarl.rollout.fleet import Fleet
@@ -156,6 +157,39 @@ def test_a_server_of_other_ranks_than_the_settings_say_is_refused(external: Exte
         pass
     with external.fleet(server_tp=4) as fleet:
         assert only(fleet).ranks == 4
+
+
+@pytest.mark.parametrize(
+    "info, longest",
+    [
+        ({"max_req_input_len": 93, "context_length": 4096}, 93),  # no room for more keys and values
+        ({"context_length": 4096}, 4090),
+        ({"max_req_input_len": None, "context_length": None}, None),  # it does not say
+        ({"engine": "megarl-embedded", "version": __version__, "context_length": 64}, 64),
+    ],
+)
+def test_a_server_that_cuts_the_longest_sequences_short_is_refused(
+    external: External, info: dict[str, object], longest: int | None
+) -> None:
+    external.site.tell("info.json", json.dumps(info))
+    with external.fleet(context_length=longest or 100_000) as fleet:
+        assert only(fleet)
+    if longest is None:
+        return
+    wanted = longest + 1
+    words = (
+        rf"rollout\.context_length: found {wanted}; accepted: at most {longest}, "
+        rf".*--context-length {wanted + 6} .*--context-length {wanted}\)"
+    )
+    for managed in (False, True):
+        fleet = (
+            external.site.fleet(restarts=None, context_length=wanted)
+            if managed
+            else external.fleet(start_timeout_s=0.4, context_length=wanted)
+        )
+        name = "server 0 cannot be used" if managed else external.url
+        with pytest.raises(ServerError, match=f"{name}: {words}"), fleet:
+            pass
 
 
 def test_a_named_server_that_was_left_paused_or_half_updated_is_taken(external: External) -> None:

@@ -33,6 +33,7 @@ def test_it_goes_on_after_the_push_and_stays_the_member_that_it_was(
         probe_timeout_s=3.0 if shared_name == "sglang" else 1.0,
         restart=True,
         max_restarts=0,
+        longest=64,
         report=lambda death: None,
         say=lambda text: None,
     )
