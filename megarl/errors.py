@@ -45,6 +45,10 @@ class ServerError(MegarlError, RuntimeError):
     """A rollout server did not answer, answered wrongly, or died."""
 
 
+class UnfitServerError(ServerError):
+    """A rollout server answers, but another version, size or context of it is wanted."""
+
+
 class SyncError(MegarlError, RuntimeError):
     """New weights did not reach a server whole. The server must not be used until a full push
     succeeds.
@@ -61,5 +65,5 @@ class InstallError(MegarlError, ImportError):
     """
 
 
-LASTING = (ConfigError, DataError, InstallError)
+LASTING = (ConfigError, DataError, InstallError, UnfitServerError)
 """What a restart does not mend: somebody has to change something first."""

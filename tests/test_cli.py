@@ -19,6 +19,7 @@ from megarl.errors import (
     Problem,
     RunError,
     ServerError,
+    UnfitServerError,
 )
 from megarl.monitor.samples import SampleText, write_samples
 from megarl.rundir import RunDir, write_json
@@ -312,6 +313,7 @@ def test_a_failed_run_goes_on_from_its_checkpoint_or_anew(megarl: Megarl, tmp_pa
         (ConfigError([Problem("a", "b", "c")]), False),
         (DataError("step_3 is damaged"), False),
         (InstallError("two packages of one name"), False),
+        (UnfitServerError("the server is sglang 0.1"), False),
         (ServerError("server 0 died: signal SIGKILL"), True),
         (RunError("the collector process ended"), True),
         (MemoryError(), True),

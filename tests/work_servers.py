@@ -43,6 +43,7 @@ class ToldFleet:
         self.log.append(("suspect", member, reason))
 
     def give_up(self, member: Member, reason: str) -> None:
+        assert self.held  # it must not go on before collectors have left it
         self.log.append(("give up", member, reason))
 
     def pushed(self, members: Sequence[Member], version: int) -> None:

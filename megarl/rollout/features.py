@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ServerError
+from megarl.errors import UnfitServerError
 
 EMBEDDED = "megarl-embedded"
 SGLANG = "sglang"
@@ -50,15 +50,15 @@ ROWS = (
 
 
 def features_of(version: str) -> Features:
-    """Of a server like "sglang 0.5.23" (`Member.version`). Raises ServerError for one that nobody
-    has tried."""
+    """Of a server like "sglang 0.5.23" (`Member.version`). Raises UnfitServerError for one that
+    nobody has tried."""
     engine, _, number = version.partition(" ")
     digits = re.match(r"\d+(\.\d+)*", number)
     found = tuple(map(int, digits[0].split("."))) if digits else ()
     for row in ROWS:
         if row.engine == engine and row.since <= found[:3] <= row.until:
             return row.features
-    raise ServerError(
+    raise UnfitServerError(
         f"the server is {version}; supported: {', '.join(map(str, ROWS))}. Name one of these in "
         "rollout.server_command, or leave rollout.engine at embedded"
     )
@@ -78,11 +78,11 @@ def longest_of(info: Mapping[str, Any]) -> int | None:
 
 
 def require_length(longest: int | None, wanted: int) -> None:
-    """Raises ServerError for a server that does not take sequences of `wanted` tokens."""
+    """Raises UnfitServerError for a server that does not take sequences of `wanted` tokens."""
     if longest is None or longest >= wanted:
         return
     more = f"--context-length {wanted + SGLANG_SPARE} and as many of --max-total-tokens"
-    raise ServerError(
+    raise UnfitServerError(
         f"rollout.context_length: found {wanted}; accepted: at most {longest}, what the server "
         f"takes of a prompt and its response. Or start it with a longer context (SGLang: {more}; "
         f"megarl serve: --context-length {wanted})"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl.config.rollout import Choice, RolloutSection
 from megarl.config.rollout_rules import server_args_problems
-from megarl.errors import ConfigError, Problem, ServerError
+from megarl.errors import ConfigError, Problem, ServerError, UnfitServerError
 from megarl.rollout.control import ServerControl
 from megarl.rollout.discovery import Discovery
 from megarl.rollout.keeper import ManagedKeeper, NamedKeeper
@@ -149,8 +149,8 @@ def start_fleet(
     `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
     called, from a thread, for a server that ends the run. `progress` is told what happens
     meanwhile, and so is the log. `hold`: where other processes push weights as well.
-    Discovered servers may always go and come back.
-    Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
+    Raises ServerError with the ends of the logs, UnfitServerError at once for servers that answer
+    and cannot be used, ConfigError when the settings lack something.
     """
     _require_settings(section)
     key_file = section.key_file or run_dir.key
@@ -231,6 +231,9 @@ def _await_first(
         if settled and keepers and (not down or (len(down) < len(keepers) and not all_of_them)):
             return
         failures = [keeper.failure for keeper in down if keeper.failure]
+        unfit = [keeper.failure for keeper in down if keeper.failure and keeper.unfit]
+        if unfit and not section.discover and (all_of_them or len(unfit) == len(keepers)):
+            raise UnfitServerError("\n".join(unfit))  # waiting changes nothing
         if managed and failures and (all_of_them or len(failures) == len(keepers)):
             raise ServerError("\n".join(failures))
         if not managed and time.monotonic() > deadline:
@@ -242,7 +245,7 @@ def _await_first(
             if len(down) < len(keepers) and not all_of_them:
                 return
             told = "\n".join(failures) or "rollout servers have not answered"
-            raise ServerError(f"{told} (waited {waited})")
+            raise (UnfitServerError if unfit else ServerError)(f"{told} (waited {waited})")
         time.sleep(_POLL_S)
 
 

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from megarl.errors import ServerError
+from megarl.errors import ServerError, UnfitServerError
 from megarl.rollout.features import features_of, require_length
 from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.probe import Identity, Probe
@@ -68,6 +68,7 @@ class ManagedKeeper(Keeper):
                 self._index, self._label, mark=mark, spawned=self._spawned, ended=self._ended
             )
         except Exception as error:  # whatever keeps it from starting, its keeper must go on
+            self.unfit = isinstance(error, UnfitServerError)
             return str(error)
         self._admit(member)
         end = End("died")
@@ -100,10 +101,11 @@ class ManagedKeeper(Keeper):
         care, (short, _, words) = self._care, cause.partition("\n")
         was_up = self.settled.is_set()
         self.settled.set()
-        left = care.max_restarts - self._restarts if care.restart else 0
+        left = care.max_restarts - self._restarts if care.restart and not self.unfit else 0
         if left <= 0:
             self.final = cause
             why = f"{self._restarts} restarts are used up" if care.restart else "on_failure is stop"
+            why = "it would be the same" if self.unfit else why
             log.error("%s: %s; not started again: %s\n%s", self.name, short, why, words)
             if was_up and not care.restart:  # else whoever waits for the start reports it
                 care.report(ServerDeath(self.name, cause))
@@ -154,6 +156,7 @@ class NamedKeeper(Keeper):
                 boot = f"{self.boot}-{uuid.uuid4().hex[:6]}" if self.boot else ""
             if self.closed:
                 return
+            self.unfit = isinstance(found, UnfitServerError)
             self.failure = str(found)
             self.settled.set()
             if self.failure != told:
@@ -166,11 +169,11 @@ class NamedKeeper(Keeper):
         try:
             features_of(identity.version)
             require_length(identity.longest, self._care.longest)
-        except ServerError as error:
-            return ServerError(f"{self.url}: {error}")
+        except UnfitServerError as error:
+            return UnfitServerError(f"{self.url}: {error}")
         if identity.ranks not in (None, self._ranks):
             found = f"found {self._ranks}; accepted: {identity.ranks}, as the server says"
-            return ServerError(f"{self.url}: rollout.server_tp: {found}")
+            return UnfitServerError(f"{self.url}: rollout.server_tp: {found}")
         member = Member(self.name, self.url, boot, self._ranks, identity.version)
         self._admit(member)
         self._care.say(f"{self.name}: {self.url} ({identity.version})")

@@ -136,6 +136,7 @@ class Keeper(ABC):
         self.closed = False
         self.settled = threading.Event()  # the first answer, or the first failure
         self.failure = ""  # the newest
+        self.unfit = False  # that one: it answered, and cannot be used as it is
         self._care = care
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._pushed: int | None = None  # the weights that the member got last, since it is one
