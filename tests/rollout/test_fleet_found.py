@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,13 @@ class External:
         command = [sys.executable, str(self.site.program), "--config", str(self.config)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command)
+
+    def listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def end(self) -> None:
         assert self.process is not None
@@ -96,8 +104,10 @@ def test_a_named_server_that_was_restarted_between_two_probes_is_another(
         time.sleep(0.5)
         assert only(fleet) == old
         if marked:
-            external.end()
-            external.start()
+            with fleet.hold():  # nobody asks meanwhile, however long it takes
+                external.end()
+                external.start()
+                until(external.listens)
         else:
             told = {"startup_time": None, "weight_version": "0"}
             external.site.tell("info.json", json.dumps(told))
