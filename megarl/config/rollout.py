@@ -113,7 +113,9 @@ class RolloutSection(Section):
     max_running: Positive = 256
     """Managed embedded server: sequences decoded together."""
     context_length: Positive = 64
-    """Managed server: prompt + response tokens of the longest sequence."""
+    """Prompt + response tokens of the longest sequence. Managed servers are started for so many;
+    others have to take as many.
+    """
     fixed_shape: bool = True
     """Managed embedded server: always compute full batches, so that a sample's bits do not depend
     on its neighbours.
@@ -165,6 +167,8 @@ class OnFailureSection(Section):
     collectors: Choice | None = None
     """The process that collects the rollouts of a node. restart: its groups are sampled again."""
     trainer: Choice | None = None
-    """Trainer ranks. restart: all of them start again from the newest checkpoint; servers stay."""
+    """Trainer ranks. restart: all of them start again from the newest checkpoint, after a pause
+    that grows; servers stay. Wrong settings and damaged data end the run all the same.
+    """
     max_restarts: NonNegative = 8
     """Of each server, each collector and the trainer, in one start of the run; then it stops."""
