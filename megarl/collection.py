@@ -322,7 +322,7 @@ class Collection:
             for i, (prompt, its) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._stock.serial += count
-        self._books.issue(step, {r.serial: r.prompt.id for r in issued})
+        self._books.issue(step, {r.serial: r.prompt.id for r in issued}, samples)
         self._hand_out(issued)
 
     def _hand_out(self, requests: Sequence[GroupRequest]) -> None:

@@ -76,7 +76,7 @@ class RolloutSource:
             self.collectors,
             parallel.host,
             self.servers,
-            Books(run.rundir.books if parallel.rank == 0 else None, config.data.samples_per_prompt),
+            Books(run.rundir.books if parallel.rank == 0 else None),
             collection_settings(config),
         )
         self.lengths = LengthCurriculum(config.rollout.stages)

@@ -183,7 +183,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     stream = PromptStream(script.prompts, seed=0)
     folder = Path(script.folder)
     folder.mkdir(exist_ok=True)
-    books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
+    books = Books(folder / "books.jsonl" if rank == 0 else None)
     servers = Steady(dies=script.server_dies)
     about = (dist.group.WORLD, servers, books, script.settings())
     collection = Collection(stream, collector, script.collectors, *about)
