@@ -13,8 +13,8 @@ Groups are named by their serial, samples are ``serial/index`` with an index bel
 
 trained: used by a step. filtered: no use for dynamic sampling. expired: older than
 ``rollout.max_staleness`` allows, stopped half-way and not kept, or left over when the run ended.
-failed: no server gave it. Each serial is issued once and ends once. A checkpoint knows how long the
-file was; a run that goes on from it forgets the lines after.
+failed: no server gave it, or its reward did not end. Each serial is issued once and ends once. A
+checkpoint knows how long the file was; a run that goes on from it forgets the lines after.
 """
 
 import json

@@ -179,6 +179,7 @@ class RolloutSource:
             hf=config.model.hf,
             eos_ids=self.run.actor.spec.eos_ids,
             reward=config.data.reward,
+            reward_timeout_s=config.data.reward_timeout_s,
             key_file=self.key_file,
             log_file=rundir.logs / f"collector_{rank}.log",
             partial=rollout.partial,

@@ -250,6 +250,20 @@ def test_where_nothing_works_the_run_ends_after_as_many_failures_as_a_step_has_g
     assert found["counts"]["failed"] == 3 * 5
 
 
+@pytest.mark.dist
+def test_a_reward_that_does_not_end_costs_its_group_where_servers_may_not_fail(
+    run: Run, tmp_path: Path
+) -> None:
+    late = "data.reward=r took longer than 1 s (data.reward_timeout_s) on sample p/0"
+    found = run([0, 1], answers=EVEN | {ORDER[1]: late}, count=2)
+    assert [serials(step) for step in found["steps"]] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+    assert found["counts"] == of_three(issued=9, trained=8, failed=1)
+    assert late in (tmp_path / "books.jsonl").read_text()
+    found = run(answers=dict.fromkeys(ORDER, late), folder=str(tmp_path / "never"))
+    assert "5 groups failed in one step, the last: prompt" in found["error"][1]
+    assert f"was not scored: {late}" in found["error"][1]
+
+
 # --- rewards' components --------------------------------------------------------------------------
 
 

@@ -85,7 +85,8 @@ class Scripted:
     def _outcome(self, request: GroupRequest, began: int) -> GroupOutcome:
         answer = self.answers[request.prompt.id]
         if isinstance(answer, str):
-            return GroupOutcome(request.serial, failed=answer)
+            unscored = answer.startswith("data.reward")
+            return GroupOutcome(request.serial, failed=answer, unscored=unscored)
         samples = tuple(
             self._sample(request, i, answer[i], began) for i in range(len(request.seeds))
         )

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from megarl.errors import MegarlError, RunError, ServerError
@@ -205,15 +205,16 @@ class Collector:
             self._recalled = self._recalled if recalled is None else recalled
             self._progress = time.monotonic()
 
-    @property
-    def _patience_s(self) -> float:
-        """Groups end one after the other, each in bounded time."""
-        return (self.settings.max_attempts + 1) * self.settings.request_timeout_s
+    def _patience_s(self, groups: Iterable[GroupRequest]) -> float:
+        """They end one after the other, each in bounded time."""
+        settings, size = self.settings, max((len(g.seeds) for g in groups), default=0)
+        asking_s = (settings.max_attempts + 1) * settings.request_timeout_s
+        return asking_s + size * settings.reward_timeout_s
 
     def _require_progress(self) -> None:
         busy = self._ready and self._serving and not self._recalled and bool(self._issued)
         seconds = time.monotonic() - self._progress
-        if busy and seconds > self._patience_s:
+        if busy and seconds > self._patience_s(self._issued.values()):
             raise RunError(
                 f"the collector process (pid {self.pid}) ended none of {len(self._issued)} groups "
                 f"for {seconds:.0f} s; see {self.settings.log_file}"
@@ -236,7 +237,8 @@ class Collector:
                 del self._evaluations[call], self._evaluated[call]
 
     def _await_evaluation(self, call: int) -> None:
-        left, patience_s = self._evaluations[call], self._patience_s
+        left = self._evaluations[call]
+        patience_s = self._patience_s(left.values())
         while left:
             count = len(left)
 
