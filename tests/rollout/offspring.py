@@ -28,13 +28,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def started_by_reward(log: Path) -> list[int]:
-    """The reward's process that last had the deed ``children``, and these, once they are there."""
+def started_by_reward(log: Path, count: int = 1) -> list[list[int]]:
+    """Of ``count`` deeds with children the pids of the reward's process and of these, once they are
+    there.
+    """
     deadline = time.monotonic() + 20
     while True:
         lines = [x for x in log.read_text().splitlines() if x.startswith("children ")]
-        if lines:
-            return [int(pid) for pid in lines[-1].split()[1:]]
+        if len(lines) >= count:
+            return [[int(pid) for pid in line.split()[1:]] for line in lines]
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
 

@@ -61,19 +61,28 @@ def deadly(text: str, payload: Mapping[str, Any], finished: bool) -> float:
     return mixed(text, payload, finished)
 
 
-def _leave_children() -> None:
-    """Sleeps, and so do a child and one that leads a session; their pids are printed."""
+def _start_children() -> None:
+    """One, and one that leads a session; both sleep, and their pids are printed."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     children = [subprocess.Popen(sleep, start_new_session=new) for new in (False, True)]
-    print("children", os.getpid(), *(child.pid for child in children))
+    print("children", os.getpid(), *(child.pid for child in children), flush=True)
+
+
+def _sleep_with_children() -> None:
+    _start_children()
     time.sleep(600)
+
+
+def _leave_orphans() -> None:
+    _start_children()
+    os._exit(7)
 
 
 DEEDS = {
     "sleep": lambda: time.sleep(600),
     "loop": lambda: re.match("(a+)+$", "a" * 60 + "b"),  # lets no other thread run
-    "exit": lambda: os._exit(7),
+    "exit": _leave_orphans,
     "sys.exit": lambda: sys.exit(0),
     "abort": os.abort,
-    "children": _leave_children,
+    "children": _sleep_with_children,
 }

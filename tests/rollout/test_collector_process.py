@@ -109,7 +109,7 @@ def test_it_leaves_signals_to_the_trainer_and_what_had_come_is_taken_before_its_
         made.issue([request(serial) for serial in range(5)])
         made.wait(5, 60.0)
         made.issue([ends_with(request(5, deed="children"))])
-        family = started_by_reward(log)
+        (family,) = started_by_reward(log)
         for number in (signal.SIGINT, signal.SIGTERM):
             for pid in [*job, family[0]]:
                 os.kill(pid, number)
