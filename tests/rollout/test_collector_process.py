@@ -245,6 +245,9 @@ def test_one_that_stands_still_is_given_up_in_bounded_time(folder: Path) -> None
     server = Server(script=None)
     patience: dict[str, Any] = {"request_timeout_s": 0.4, "reward_timeout_s": 0.2}
     standing = Collector(settings_in(folder, max_attempts=1, **patience))
+    # asked twice in vain, then four rewards that nearly take too long
+    groups = [request(0, group=3), request(1, group=4)]
+    assert standing._patience_s(groups) == pytest.approx(2 * 0.4 + 4 * 0.2)
     try:
         with in_thread(server):
             standing.serve_from([server.member])
