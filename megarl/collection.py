@@ -322,7 +322,7 @@ class Collection:
             for i, (prompt, its) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._stock.serial += count
-        self._books.issue(step, {r.serial: r.prompt.id for r in issued})
+        self._books.issue(step, {r.serial: r.prompt.id for r in issued}, samples)
         self._hand_out(issued)
 
     def _hand_out(self, requests: Sequence[GroupRequest]) -> None:
@@ -360,12 +360,12 @@ class Collection:
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))
         self._learn_names()
-        without = [[o.serial, o.failed, o.discarded] for o in outcomes if not o.samples]
+        without = [[o.serial, o.failed, o.unscored, o.discarded] for o in outcomes if not o.samples]
         for of_rank in gather_and_share(without, self._host):
-            for serial, failed, discarded in of_rank:
-                self._end_without_samples(serial, failed, discarded)
+            for ended in of_rank:
+                self._lose(*ended)
 
-    def _end_without_samples(self, serial: int, failed: str, discarded: bool) -> None:
+    def _lose(self, serial: int, failed: str, unscored: bool, discarded: bool) -> None:
         request = self._stock.withdraw(serial)
         assert request is not None, serial
         if discarded:
@@ -373,12 +373,12 @@ class Collection:
             return
         self._books.end(self._step, FAILED, [serial], failed)
         self._failed += 1
-        text = f"prompt {request.prompt.id} (group {serial}) was not sampled: {failed}"
+        what = "scored" if unscored else "sampled"
+        text = f"prompt {request.prompt.id} (group {serial}) was not {what}: {failed}"
         log.error("%s", text)
-        limit = self._settings.prompts_per_step
-        if not self._settings.tolerant:
+        if not (self._settings.tolerant or unscored):
             raise ServerError(f"{text}; on_failure.servers=restart would go on without it")
-        if self._failed > limit:
+        if self._failed > self._settings.prompts_per_step:
             raise ServerError(f"{self._failed} groups failed in one step, the last: {text}")
 
     def _learn_names(self) -> None:

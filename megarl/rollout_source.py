@@ -76,7 +76,7 @@ class RolloutSource:
             self.collectors,
             parallel.host,
             self.servers,
-            Books(run.rundir.books if parallel.rank == 0 else None, config.data.samples_per_prompt),
+            Books(run.rundir.books if parallel.rank == 0 else None),
             collection_settings(config),
         )
         self.lengths = LengthCurriculum(config.rollout.stages)
@@ -179,6 +179,7 @@ class RolloutSource:
             hf=config.model.hf,
             eos_ids=self.run.actor.spec.eos_ids,
             reward=config.data.reward,
+            reward_timeout_s=config.data.reward_timeout_s,
             key_file=self.key_file,
             log_file=rundir.logs / f"collector_{rank}.log",
             partial=rollout.partial,

@@ -105,7 +105,10 @@ def test_what_is_left_over_of_groups_of_another_size_expires(run: Run, tmp_path:
     run(count=1, total=3, over_sampling=1.5, ends=False, delays=slow)  # 5 is ready, 1 is out
     rest = run([0, 1], first=2, count=3, total=3, samples=2)
     assert rest["error"] == [None, None]
-    assert rest["counts"] == {"issued": 6 + 8, "trained": 12, "expired": 2}
+    issued, trained = 6 * 3 + 8 * 2, 4 * 3 + 8 * 2
+    assert rest["counts"] == {"issued": issued, "trained": trained, "expired": 2 * 3}
+    told = rest["steps"][-1]["metrics"]
+    assert (told["books/issued"], told["books/trained"]) == ((issued,), (trained,))
     assert read_books(tmp_path / "books.jsonl").ended["expired"] == (1, 5)
     for step in rest["steps"]:
         assert [i for _, _, i, _ in step["samples"]] == [0, 1] * 4

@@ -85,7 +85,8 @@ class Scripted:
     def _outcome(self, request: GroupRequest, began: int) -> GroupOutcome:
         answer = self.answers[request.prompt.id]
         if isinstance(answer, str):
-            return GroupOutcome(request.serial, failed=answer)
+            unscored = answer.startswith("data.reward")
+            return GroupOutcome(request.serial, failed=answer, unscored=unscored)
         samples = tuple(
             self._sample(request, i, answer[i], began) for i in range(len(request.seeds))
         )
@@ -183,7 +184,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     stream = PromptStream(script.prompts, seed=0)
     folder = Path(script.folder)
     folder.mkdir(exist_ok=True)
-    books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
+    books = Books(folder / "books.jsonl" if rank == 0 else None)
     servers = Steady(dies=script.server_dies)
     about = (dist.group.WORLD, servers, books, script.settings())
     collection = Collection(stream, collector, script.collectors, *about)

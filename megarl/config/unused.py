@@ -66,7 +66,7 @@ RULES = (
         lambda c, _: c.run.mode == "sft",
         (
             *("data.prompts", "data.heldout", "data.recorded", "data.reward"),
-            *("data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
+            *("data.reward_timeout_s", "data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
             *("on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
@@ -93,7 +93,7 @@ RULES = (
         lambda c, _: c.run.mode == "train_only",
         (
             *("data.prompts", "data.heldout", "data.demonstrations", "data.reward"),
-            *("data.prompts_per_step", "data.samples_per_prompt"),
+            *("data.reward_timeout_s", "data.prompts_per_step", "data.samples_per_prompt"),
             *("rollout.*", "sync.*", "eval.*", "on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),

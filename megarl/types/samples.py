@@ -138,6 +138,7 @@ class GroupOutcome:
     serial: int
     samples: tuple[Sample, ...] = ()
     failed: str = ""  # why it has no samples, where that was not asked for
+    unscored: bool = False  # it failed because of its reward, not of servers
     discarded: bool = False  # stopped half-way, where partial responses are not kept
     attempts: int = 1  # times that it was asked for because servers failed it, plus 1
     tokens: int = 0  # sampled for it, those included that were thrown away

@@ -43,6 +43,11 @@ def answers(*pattern: Any) -> dict[str, Any]:
     return {key: pattern[i] if i < len(pattern) else NONE for i, key in enumerate(ORDER[:12])}
 
 
+def of_three(**groups: int) -> dict[str, int]:
+    """What books count: samples, of groups of three."""
+    return {event: 3 * count for event, count in groups.items()}
+
+
 def serials(step: dict[str, Any]) -> list[int]:
     """Of a step's groups. Labels count from 0, samples are whole, prompts are those issued."""
     found = [(label, serial) for _, label, index, serial in step["samples"] if index == 0]

@@ -11,6 +11,7 @@ from megarl.rollout.scoring import Scorer
 from megarl.rollout.statistics import (
     component_metrics,
     effort_metrics,
+    evaluation_metrics,
     pass_at_k,
     rollout_metrics,
 )
@@ -110,3 +111,23 @@ def test_efforts_are_of_groups_that_failed_too() -> None:
         Metric("rollout/attempts", Mean(9, 3)),
         Metric("rollout/sampled_tokens", Sum(137)),
     ]
+
+
+def test_an_evaluation_tells_of_failures_and_averages_what_is_whole() -> None:
+    """pass@1 of what is whole is its accuracy."""
+    samples = [replace(s, correct=s.index > 0) for s in random_samples(2, 3)]
+    outcomes = [
+        GroupOutcome(0, tuple(samples[:3])),
+        GroupOutcome(1, failed="no answer"),
+        GroupOutcome(2, tuple(samples[3:])),
+        GroupOutcome(3, failed="refused"),
+    ]
+    metrics = evaluation_metrics(outcomes, 3, ("reward",), "eval/x", (1, 3))
+    found = {m.name: m.value for m in metrics}
+    assert found["eval/x/failed"] == Sum(6) and found["eval/x/samples"] == Sum(6)
+    assert found["eval/x/accuracy"] == Mean(4, 6)
+    passed = found["eval/x/pass@1"]
+    assert isinstance(passed, Mean) and passed.count == 2
+    assert passed.total == pytest.approx(4 / 3) and found["eval/x/pass@3"] == Mean(2, 2)
+    whole = evaluation_metrics(outcomes[:1], 3, ("reward",), "eval/x")
+    assert Metric("eval/x/failed", Sum(0)) in whole
