@@ -33,7 +33,7 @@ VALID = [
     Case([*DETERMINISTIC], {}),
     Case([*DETERMINISTIC, "rollout={schedule: one_step_off, max_in_flight: 8, servers: 3}"], {}),
     *(
-        Case(["rollout={over_sampling: 1.5, partial: %s}" % partial, schedule], {})
+        Case([f"rollout={{over_sampling: 1.5, partial: {partial}}}", schedule], {})
         for schedule in ("rollout.schedule=synchronous", "rollout.schedule=one_step_off")
         for partial in ("continue", "restart", "discard")
     ),
@@ -93,7 +93,7 @@ WRONG = [
          {"rollout.request_timeout_s": ["90 |", "rollout.probe_timeout_s = 100"]}),
     *(
         Case([R3, *servers, ASYNCHRONOUS, *given],
-             {"rollout.pause_mode": ["retract with moe.routing_replay=rollout", "in_place or abort"]})
+             {"rollout.pause_mode": ["retract with moe.routing_replay", "in_place or abort"]})
         for servers in (SGLANG, URLS, ["rollout.discover=true"])
         for given in ([], ["rollout.pause_mode=retract"])
     ),
