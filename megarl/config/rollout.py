@@ -91,12 +91,12 @@ class RolloutSection(Section):
     end first; the others serve later steps.
     """
     partial: Literal["continue", "restart", "discard"] = "continue"
-    """What becomes of a response that is stopped half-way: goes on from its last token under the
-    weights there are then, starts anew from its prompt, or is discarded with its group (and
-    counted).
+    """What becomes of a response that is stopped half-way, as with ``over_sampling`` or
+    ``pause_mode`` abort: goes on from its last token under the weights there are then, starts anew
+    from its prompt, or is discarded with its group (and counted).
     """
     mask_continued: bool = False
-    """Of a continued response train only the tokens that the last weights sampled."""
+    """Of a response that several weights sampled train only the last ones' tokens."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What servers do with running requests while weights arrive. retract: keep the tokens, compute
     their keys and values anew; in_place: keep keys and values of the old weights; abort: give back
@@ -107,7 +107,9 @@ class RolloutSection(Section):
     max_attempts: Positive = 5
     """Times that a group is asked for while servers fail it; then it has failed, and is counted."""
     max_in_flight: Positive | None = None
-    """Sequences that one collector has at one server at a time; null: as many as there are."""
+    """Sequences that one collector has at one server at a time, or at all that are behind a router;
+    null: as many as there are.
+    """
     port: NonNegative = 0
     """Of the first managed server, the others follow; 0 lets the system choose."""
     max_running: Positive = 256
@@ -154,6 +156,26 @@ def staleness_bound(rollout: RolloutSection) -> int:
     """``rollout.max_staleness``, or what it is where that is null."""
     usual = {"synchronous": 1, "one_step_off": 2, "asynchronous": 2}
     return usual[rollout.schedule] if rollout.max_staleness is None else rollout.max_staleness
+
+
+def stops_half_way(rollout: RolloutSection) -> bool:
+    """Whether responses are stopped before they end: recalled when a step has enough, or given back
+    when weights arrive.
+    """
+    if rollout.schedule == "asynchronous":
+        return rollout.pause_mode == "abort"
+    return rollout.over_sampling > 1
+
+
+def spans_versions(rollout: RolloutSection) -> bool:
+    """Whether a response that is trained may have been sampled by several weights."""
+    if stops_half_way(rollout):
+        goes_on = rollout.partial == "continue"
+    else:
+        goes_on = rollout.schedule == "asynchronous"
+    # versions that its first token is behind when it is trained, a step after that which it is of
+    behind = {"synchronous": 1, "one_step_off": 2, "asynchronous": 1}[rollout.schedule]
+    return goes_on and staleness_bound(rollout) >= behind
 
 
 class OnFailureSection(Section):

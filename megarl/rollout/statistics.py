@@ -9,7 +9,7 @@ from megarl.types import GroupOutcome, Known, Max, Mean, Metric, StepMetrics, Su
 
 def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
     count = len(samples)
-    lengths = [sample.trained_tokens for sample in samples]
+    lengths = [sample.response_tokens for sample in samples]
     return [
         Metric(f"{area}/reward", Mean(sum(s.reward for s in samples), count)),
         Metric(f"{area}/accuracy", Mean(sum(s.correct for s in samples), count)),

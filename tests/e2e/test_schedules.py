@@ -51,7 +51,6 @@ def test_a_deterministic_run_repeats_bit_for_bit_also_when_killed(
         "run.steps=6",
         f"rollout.schedule={schedule}",
         "rollout.deterministic=true",
-        "rollout.partial=restart",
         "rollout.servers=2",
         "checkpoint.every=2",
         "eval.every=3",

@@ -32,7 +32,7 @@ def runner(pool: WorkerPool, folder: Path) -> Run:
             step["held"] = [step.pop("tokens"), other["tokens"]]
         for key in ("stream", "names", "counts"):
             assert one[key] == two[key], key
-        both = {k: [one[k], two[k]] for k in ("issued", "recalls", "most", "error")}
+        both = {k: [one[k], two[k]] for k in ("issued", "temperatures", "recalls", "most", "error")}
         return one | both
 
     return collect
