@@ -116,8 +116,9 @@ class Collector(Protocol):
 
     reward_names: tuple[str, ...]
 
-    def serve_from(self, members: Sequence[Member]) -> None:
-        """The servers that may be asked from now on. What others have is withdrawn from them and
+    def serve_from(self, members: Sequence[Member], version: int) -> None:
+        """The servers that may be asked from now on, all of them with weights of this version at
+        least: what older ones sample is not taken. What others have is withdrawn from them and
         asked for elsewhere.
         """
         ...

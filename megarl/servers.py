@@ -4,7 +4,9 @@ Rank 0 watches over the fleet; the others learn of it here, at points that all r
 
 1. A server serves, and collectors hear of it, only with the weights of the version pushed last. One
    that has come, or come back (another ``boot``), gets them first, by a push of its own; or waits
-   for the next one, where the trainer has these weights no more.
+   for the next one, where the trainer has these weights no more. Collectors hear of the version,
+   too: should another process answer at a server's address before anybody here knows, it is found
+   by its older one.
 2. A server that a push lost, or that the fleet does not name any more, is withdrawn from the
    collectors. One lost to a push is given up: that process is never pushed to again.
 3. While weights arrive nobody probes: servers pause.
@@ -66,6 +68,8 @@ class Servers:
         self._version: int | None = None
         self._members: list[Member] = []  # as rank 0 last told them
         self._serving: tuple[Member, ...] = ()
+        self._asked: tuple[Member, ...] = ()  # by collectors: those that serve, or the router
+        self._told: tuple[tuple[Member, ...], int | None] = ((), None)  # what collectors know
         self._given_up: set[tuple[str, str]] = set()  # (name, boot)
         self._gone: dict[str, str] = {}  # why it does not serve, by name
 
@@ -209,18 +213,21 @@ class Servers:
         return contextlib.nullcontext() if self._fleet is None else self._fleet.hold()
 
     def _serve(self, members: Sequence[Member]) -> None:
-        """Collectors hear of it if it is another list than before."""
-        if tuple(members) == self._serving:
+        """Collectors hear of it if they are others than before, or have newer weights."""
+        assert self._version is not None
+        if tuple(members) != self._serving:
+            for member in self._serving:
+                if member not in members:
+                    self._gone.setdefault(member.name, "it does not answer any more")
+            self._serving = tuple(members)
+            for member in members:
+                self._gone.pop(member.name, None)
+            self._asked = self._through_router() if self._routed else self._serving
+        if self._told == (self._asked, self._version):
             return
-        for member in self._serving:
-            if member not in members:
-                self._gone.setdefault(member.name, "it does not answer any more")
-        self._serving = tuple(members)
-        for member in members:
-            self._gone.pop(member.name, None)
-        asked = self._through_router() if self._routed else self._serving
+        self._told = self._asked, self._version
         if self._collector is not None:
-            self._collector.serve_from(asked)
+            self._collector.serve_from(self._asked, self._version)
 
     def _through_router(self) -> tuple[Member, ...]:
         """Whom collectors ask instead of those that serve, of which the router hears first."""

@@ -29,8 +29,8 @@ def played(pool: WorkerPool, *acts: tuple[Any, ...], routed: bool = False) -> li
 
 
 def told(rank: list[Any], act: int) -> list[Any]:
-    """What a collector was told during one act."""
-    return [rest[0] for what, *rest in rank[act][1] if what == "serve from"]
+    """What a collector was told during one act: servers, and their version at least."""
+    return [tuple(rest) for what, *rest in rank[act][1] if what == "serve from"]
 
 
 def test_a_server_that_comes_back_gets_the_weights_before_collectors_hear_of_it(
@@ -54,8 +54,14 @@ def test_a_server_that_comes_back_gets_the_weights_before_collectors_hear_of_it(
         changed = [returned for returned, _ in events[1:4]]
         assert changed == [False, True, True]
         steps = [told(events, act) for act in range(5)]
-        both = [members("a1", "b1")], [], [members("b1")], [members("a2", "b1")], []
-        assert steps == (list(both) if collects else [[]] * 5)
+        now = [
+            [(members("a1", "b1"), 5)],
+            [],
+            [(members("b1"), 5)],
+            [(members("a2", "b1"), 5)],
+            [(members("a2", "b1"), 6)],  # the same ones, with newer weights
+        ]
+        assert steps == (now if collects else [[]] * 5)
         for _, happened in events:  # first the weights
             order = [what for what, *_ in happened if what in ("push", "serve from")]
             assert order == sorted(order)
@@ -79,8 +85,9 @@ def test_who_comes_after_the_weights_have_moved_waits_for_the_next_push(pool: Wo
         pushes = [e[1:] for _, happened in events for e in happened if e[0] == "push"]
         assert pushes == [(5, ["a", "b"]), (6, ["a"])]
         if rank in COLLECTING:
-            heard = [list(m) for act in range(len(events)) for m in told(events, act)]
-            assert heard == [members("a1", "b1"), members("b1"), [], members("a2")]
+            heard = [said for act in range(len(events)) for said in told(events, act)]
+            both, one = members("a1", "b1"), members("b1")
+            assert heard == [(both, 5), (one, 5), ([], 5), (members("a2"), 6)]
 
 
 def test_a_server_lost_to_a_push_is_given_up_and_withdrawn_until_it_has_been_restarted(
@@ -121,8 +128,9 @@ def test_a_server_lost_to_a_push_is_given_up_and_withdrawn_until_it_has_been_res
         named = [(members(*names), v) for names, v in zip(whole, [1, 2, 3, 3, 3, 4], strict=True)]
         assert held == (named if rank == 0 else [])
         if rank in COLLECTING:
-            heard = [list(m) for act in range(len(events)) for m in told(events, act)]
-            assert heard == [members("a1", "b1"), members("b1"), members("a3", "b1"), []]
+            heard = [said for act in range(len(events)) for said in told(events, act)]
+            one, both = members("b1"), members("a3", "b1")
+            assert heard == [(members("a1", "b1"), 1), (one, 2), (one, 3), (both, 3), ([], 4)]
     assert ranks[0][6][0] == [("servers/serving", Max(0)), ("servers/lost", Max(2))]
 
 
@@ -188,6 +196,7 @@ def test_a_real_server_is_told_of_with_the_trainers_version_only(
             {first: "41", second: "41"},
             {first: "41"},
             {first: "41", again: "41"},
+            {first: "42", again: "42"},
         ]
         assert (values["sync/version"], values["servers/serving"], values["servers/lost"]) == (
             42,
@@ -210,5 +219,6 @@ def test_a_router_hears_of_servers_first_and_collectors_of_the_router_alone(
             for _, happened in events
         ]
         heard = [[("router serves", names)] * (rank == 0) for names in (["a", "b"], ["b"], [])]
-        asked = [[("serve from", to)] * (rank in COLLECTING) for to in ([router], [router], [])]
+        tells = [[("serve from", [router])], [], [("serve from", [])]]  # the same one: not again
+        asked = [tell * (rank in COLLECTING) for tell in tells]
         assert said == [*(h + a for h, a in zip(heard, asked, strict=True)), []]

@@ -32,8 +32,8 @@ class Evaluating(WritingCollector):
     waits_for: str = ""
     served: threading.Event = field(default_factory=threading.Event)
 
-    def serve_from(self, members: Sequence[Member]) -> None:
-        super().serve_from(members)
+    def serve_from(self, members: Sequence[Member], version: int) -> None:
+        super().serve_from(members, version)
         if any(m.boot == self.waits_for for m in members):
             self.served.set()
 

@@ -84,8 +84,8 @@ class WritingTransport:
 class WritingCollector:
     log: Log
 
-    def serve_from(self, members: Sequence[Member]) -> None:
-        self.log.append(("serve from", list(members)))
+    def serve_from(self, members: Sequence[Member], version: int) -> None:
+        self.log.append(("serve from", list(members), version))
 
 
 @dataclass
@@ -188,7 +188,7 @@ class AskingCollector:
     key: str
     told: list[dict[str, str]] = field(default_factory=list)
 
-    def serve_from(self, members: Sequence[Member]) -> None:
+    def serve_from(self, members: Sequence[Member], version: int) -> None:
         servers = [Watched(m.url, self.key, m.name, m.boot, None) for m in members]
         self.told.append({server.boot: server.version() for server in servers})
 

@@ -14,6 +14,7 @@ _SET_BY_THE_RUN = (
     *("--model-path", "--model", "--dtype", "--context-length"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep"),
     *("--dp-size", "--data-parallel-size", "--attn-dp-size", "--enable-dp-attention"),
+    *("--preferred-sampling-params", "--enable-watermark"),  # requests say what is sampled
 )
 # By model_type, what SGLang 0.5.23 starts with and computes as if it were the value here
 _SGLANG_TAKES: dict[str, dict[str, object]] = {

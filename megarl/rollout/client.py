@@ -6,8 +6,9 @@ What a caller may rely on:
    answer, a failure of the server, or a refusal. Whether to ask again is the caller's business
    (`sampler.py`).
 2. Request ids are of one attempt. What may still be running when the connection breaks, the
-   deadline passes or the caller gives up is aborted by its id before the call ends, so that asking
-   again never has a sample made twice.
+   deadline passes, the caller gives up, or a server (or what stands before it) says that it failed
+   or is busy, is aborted by its id before the call ends, so that asking again never has a sample
+   made twice.
 3. No answer is repaired (`replies.py`).
 4. The key goes with every call. Proxies from the environment are not used.
 """
@@ -23,8 +24,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from megarl.errors import ServerError
-from megarl.rollout.replies import Answer, Ask, first_row, read_answer
+from megarl.rollout.replies import Answer, Ask, OtherWeights, first_row, read_answer
 from megarl.types import RoutingShape, Sampling
 
 __all__ = ["Answer", "Ask", "Failure", "Outcome", "Refusal", "RolloutClient", "new_rids"]
@@ -35,15 +35,40 @@ _ABORT_TIMEOUT_S = 2.0
 _ABORTS_AT_ONCE = 32
 _KEEP_ALIVE_S = 2.0  # servers close what is idle for longer (uvicorn: 5), just when we might use it
 _READ_BYTES = 4 * 2**20
+# Whatever else SGLang 0.5.20 to 0.5.23 knows that changes what is sampled, where it ends or what is
+# told of it. A server may have defaults of its own (--preferred-sampling-params): null is none.
+_NEUTRAL: Mapping[str, Any] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": None,
+    "min_new_tokens": 0,
+    "stop": None,
+    "stop_token_ids": None,
+    "stop_regex": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+    "n": 1,
+    "beam_width": None,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": True,
+    "no_stop_trim": False,
+}
 _BUSY = (408, 429, 503)  # the request was not worked on, and nothing is wrong with it
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The server failed. ``taken``: it may have worked on the request."""
+    """The server failed. ``taken``: it may have worked on the request. ``busy``: it said that it
+    has no room for it; nothing else is wrong with it.
+    """
 
     reason: str
     taken: bool
+    busy: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,16 +101,21 @@ class RolloutClient:
         self._aborting = asyncio.Semaphore(_ABORTS_AT_ONCE)
 
     async def generate(
-        self, asks: Sequence[Ask], sampling: Sampling, routing: RoutingShape | None = None
+        self,
+        asks: Sequence[Ask],
+        sampling: Sampling,
+        routing: RoutingShape | None = None,
+        least_version: int = 0,
     ) -> Outcome:
         """`sampling.max_new_tokens` is of whole responses; a request has every sequence's own
-        budget. `routing`: ask for routed experts too, of a model of this shape.
+        budget. `routing`: ask for routed experts too, of a model of this shape. `least_version`:
+        of the weights that the server has.
         """
         rids = [ask.rid for ask in asks]
         batch = self._batch(_body(asks, sampling, routing is not None))
         body = orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
-            status, raw = await self._request("POST", "/generate", body, self._timeout_s)
+            status, raw = await self._post("/generate", body, self._timeout_s)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             return Failure(f"no connection ({_reason(error)})", taken=False)
         except TimeoutError:
@@ -98,10 +128,16 @@ class RolloutClient:
             await self.abort(rids)
             raise
         if status == 200:
-            return read_answer(self._replies(raw), asks, routing)
+            try:
+                return read_answer(self._replies(raw), asks, routing, least_version)
+            except OtherWeights as error:
+                return Failure(str(error), taken=False)
         said = f"HTTP {status}: {raw[:300].decode(errors='replace')}"
-        if status in _BUSY or status >= 500:
-            return Failure(said, taken=status not in _BUSY)
+        busy = status in _BUSY
+        if not 400 <= status < 500 or busy:  # some of it may run all the same
+            await self.abort(rids)
+        if busy or status >= 500:
+            return Failure(said, taken=not busy, busy=busy)
         return Refusal(said)
 
     def _batch(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -120,7 +156,7 @@ class RolloutClient:
             nonlocal done
             async with self._aborting:
                 body = orjson.dumps({"rid": rid})
-                await self._request("POST", "/abort_request", body, _ABORT_TIMEOUT_S)
+                await self._post("/abort_request", body, _ABORT_TIMEOUT_S)
             done += 1
 
         with contextlib.suppress(TimeoutError):
@@ -129,38 +165,13 @@ class RolloutClient:
         if done < len(rids):
             log.warning("%s: %d of %d aborts failed", self.url, len(rids) - done, len(rids))
 
-    async def health(self, timeout_s: float = 30.0) -> None:
-        """Makes the server generate a token. Raises ServerError if it cannot."""
-        try:
-            status, raw = await self._request("GET", "/health_generate", None, timeout_s)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{self.url}: not healthy: {_reason(error)}") from error
-        if status != 200:
-            said = raw[:300].decode(errors="replace")
-            raise ServerError(f"{self.url}: not healthy: HTTP {status} {said}")
-
-    async def server_info(self, timeout_s: float = 30.0) -> dict[str, Any]:
-        """What the server says of itself, its version among it. Raises ServerError."""
-        try:
-            status, raw = await self._request("GET", "/server_info", None, timeout_s)
-            if status == 200:
-                info = orjson.loads(raw)
-                if isinstance(info, dict):
-                    return info
-            found = f"HTTP {status} {raw[:200].decode(errors='replace')}"
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            found = _reason(error)
-        raise ServerError(f"{self.url}: found no server_info ({found}); expected: a JSON object")
-
     async def close(self) -> None:
         self._closed = True
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _request(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> tuple[int, bytes]:
+    async def _post(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._closed:
             raise aiohttp.ClientConnectionError("the client is closed")
         if self._session is None:
@@ -173,8 +184,8 @@ class RolloutClient:
         timeout = aiohttp.ClientTimeout(
             total=max(timeout_s, 0.001), sock_connect=min(timeout_s, _CONNECT_TIMEOUT_S)
         )
-        async with self._session.request(
-            method, self.url + path, data=body, timeout=timeout, allow_redirects=False
+        async with self._session.post(
+            self.url + path, data=body, timeout=timeout, allow_redirects=False
         ) as response:
             # Not `response.read()`, whose result lives for as long as the response's cycles do.
             return response.status, await response.content.read()
@@ -184,15 +195,10 @@ def _body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> Mapping[str
     shared = {
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,
-        # said outright, so that no default of the server or the model reshapes the distribution
-        # whose log-probs come back
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "repetition_penalty": 1.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
+        **_NEUTRAL,
     }
     body: dict[str, Any] = {
         "input_ids": [ask.tokens for ask in asks],

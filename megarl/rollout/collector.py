@@ -90,9 +90,10 @@ class Collector:
 
     # ---- protocols.Collector -------------------------------------------------------------------
 
-    def serve_from(self, members: Sequence[Member]) -> None:
+    def serve_from(self, members: Sequence[Member], version: int = 0) -> None:
         self._begins(serving=bool(members))
-        self._say({"do": "serve_from", "members": [asdict(m) for m in members]})
+        told = [asdict(m) for m in members]
+        self._say({"do": "serve_from", "members": told, "version": version})
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:

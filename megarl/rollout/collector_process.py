@@ -133,7 +133,8 @@ class Work:
         self._say({"suspect": asdict(member), "reason": reason})
 
     def _serve_from(self, message: Json) -> None:
-        self._pool.serve_from([member_from_json(m) for m in message["members"]])
+        members = [member_from_json(m) for m in message["members"]]
+        self._pool.serve_from(members, message["version"])
 
     def _issue(self, message: Json) -> None:
         for given in message["requests"]:

@@ -19,7 +19,7 @@ class RestartingCollector:
     def __init__(self, make: Callable[[], Collector], max_restarts: int) -> None:
         self._make, self._left = make, max_restarts
         self._inner = make()
-        self._members: Sequence[Member] = ()
+        self._serving: tuple[Sequence[Member], int] = ((), 0)
         self._out: dict[int, GroupRequest] = {}
         self._recalled = False
         self._lock = threading.Lock()  # servers may change while an evaluation starts it again
@@ -29,10 +29,10 @@ class RestartingCollector:
     def pid(self) -> int:
         return self._inner.pid
 
-    def serve_from(self, members: Sequence[Member]) -> None:
+    def serve_from(self, members: Sequence[Member], version: int = 0) -> None:
         with self._lock:
-            self._members = members
-            self._inner.serve_from(members)
+            self._serving = members, version
+            self._inner.serve_from(members, version)
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         self._out |= {request.serial: request for request in requests}
@@ -111,7 +111,7 @@ class RestartingCollector:
             log.error("%s; it is started again (%d restarts are left)", error, self._left)
             with self._lock:
                 self._inner = self._make()
-                self._inner.serve_from(self._members)
+                self._inner.serve_from(*self._serving)
             try:
                 if self._recalled:
                     self._inner.recall()

@@ -225,6 +225,9 @@ class Engine:
         self._schedule.finish([sequence for sequence, _ in finished])
         for sequence, reason in finished:
             self._settle(sequence, reason)
+        if failed := [s.ticket for s, _ in finished if s.ticket.failed]:
+            for sequence in self._schedule.take_of(failed):  # nobody waits for the others
+                self._active.discard(sequence.request.rid)
 
     # ---- in the engine thread: control ---------------------------------------------------------
 

@@ -42,6 +42,10 @@ class Ticket:
         if not self.future.done():
             self.future.set_exception(error)
 
+    @property
+    def failed(self) -> bool:
+        return self.future.done() and self.future.exception() is not None
+
 
 @dataclass(eq=False, slots=True)
 class Sampled:
@@ -200,6 +204,13 @@ class Schedule:
         gone = set(map(id, taken))
         self.waiting = deque(s for s in self.waiting if id(s) not in gone)
         return taken
+
+    def take_of(self, tickets: Sequence[Ticket]) -> list[Sampled]:
+        """Removes and returns all sequences of these calls."""
+        wanted = set(map(id, tickets))
+        return self.take(
+            [s.request.rid for s in (*self.running, *self.waiting) if id(s.ticket) in wanted]
+        )
 
     def _vacate(self, sequence: Sampled) -> None:
         assert sequence.slot is not None, sequence.request.rid

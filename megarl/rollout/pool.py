@@ -75,7 +75,8 @@ class Lease:
         if self.recalled or self._server.gone:
             return Withdrawn()
         self._rids = [ask.rid for ask in asks]
-        self._asking = asyncio.ensure_future(self._server.client.generate(asks, sampling, routing))
+        asked = self._server.client.generate(asks, sampling, routing, self._pool.least_version)
+        self._asking = asyncio.ensure_future(asked)
         try:
             await asyncio.wait([self._asking])
         except asyncio.CancelledError:
@@ -153,6 +154,7 @@ class Pool:
     ) -> None:
         self._connect, self._suspected = connect, suspected
         self._max_in_flight = max_in_flight
+        self.least_version = 0  # of the weights that all of them have
         self._servers: dict[Member, _Server] = {}
         self._waiting: list[Wish] = []  # ascending
         self._paused = False
@@ -163,8 +165,9 @@ class Pool:
     def members(self) -> list[Member]:
         return list(self._servers)
 
-    def serve_from(self, members: Sequence[Member]) -> None:
-        """These and no others."""
+    def serve_from(self, members: Sequence[Member], version: int = 0) -> None:
+        """These and no others, all of which have weights of this version at least."""
+        self.least_version = version
         for member in [m for m in self._servers if m not in members]:
             server = self._servers.pop(member)
             server.gone = True

@@ -4,7 +4,9 @@
    the number of tokens; version spans that cover the response without a gap.
 2. One answer for every sequence that was asked for, each under its own request id. An answer that
    is wrong costs its own sequence; one from which the sequences cannot be told costs all of them.
-3. Routed experts: a row for every token but the last, of what a router can choose. A response that
+3. Where a token was sampled by other weights than a server is known to have, nothing is an answer
+   (`OtherWeights`): it is another process than the one that was given them.
+4. Routed experts: a row for every token but the last, of what a router can choose. A response that
    was aborted need not have any: it was perhaps never routed. They are most of a reply (SGLang: 4
    bytes an expert, then base64), so they are cut out before the rest is parsed, and never copied.
 """
@@ -53,9 +55,16 @@ class Answer:
     wrong: str = ""
 
 
-def read_answer(raw: bytes, asks: Sequence[Ask], routing: RoutingShape | None) -> Answer:
+class OtherWeights(Exception):
+    """Its text says which."""
+
+
+def read_answer(
+    raw: bytes, asks: Sequence[Ask], routing: RoutingShape | None, least_version: int = 0
+) -> Answer:
     """``routing``: the shape of the routed experts that were asked for. A part's rows begin where
-    its ``Ask.rows`` end.
+    its ``Ask.rows`` end. ``least_version``: of the weights that may have sampled it; they may be
+    newer. Raises OtherWeights.
     """
     nothing = (None,) * len(asks)
     tables: Tables = {}
@@ -71,7 +80,7 @@ def read_answer(raw: bytes, asks: Sequence[Ask], routing: RoutingShape | None) -
     wrong, start = "", first_row(asks)
     for reply, ask in zip(replies, asks, strict=True):
         try:
-            parts.append(read_part(reply, ask, routing, start, tables))
+            parts.append(read_part(reply, ask, routing, start, tables, least_version))
             continue
         except _Mismatch as error:
             found = _complaint(ask.rid, error.found, error.expected)
@@ -118,10 +127,12 @@ def read_part(
     routing: RoutingShape | None,
     first_row: int = 0,
     tables: Tables | None = None,
+    least_version: int = 0,
 ) -> Completion:
-    """One reply. Raises _Mismatch, or what indexing wrong JSON raises."""
+    """One reply. Raises OtherWeights, _Mismatch, or what indexing wrong JSON raises."""
     tokens, meta = reply["output_ids"], reply["meta_info"]
     count = len(tokens)
+    _check_versions(meta, least_version)
     finish = meta["finish_reason"]["type"]
     if meta["id"] != ask.rid:
         raise _Mismatch(f"an answer to {meta['id']!r}", f"one to {ask.rid!r}")
@@ -189,6 +200,15 @@ def _check_count(count: int, finish: str, limit: int) -> None:
         raise _Mismatch("a stop without an end token", "at least one token")
 
 
+def _check_versions(meta: dict[str, Any], least: int) -> None:
+    """Raises OtherWeights, whatever else is wrong."""
+    for entry in meta.get("weight_versions") or [{"version": meta["weight_version"]}]:
+        version = entry["version"]
+        if not isinstance(version, str) or not version.isdecimal() or int(version) < least:
+            expected = f"{least} or above, as a weight push sets it"
+            raise OtherWeights(f"found weight version {version!r:.80}; expected: {expected}")
+
+
 def _spans(meta: dict[str, Any], count: int) -> tuple[VersionSpan, ...]:
     """As the server gives them; one for all where it gives a single version only."""
     raw = meta.get("weight_versions") or [
@@ -197,9 +217,6 @@ def _spans(meta: dict[str, Any], count: int) -> tuple[VersionSpan, ...]:
     spans, at = [], 0
     for entry in raw:
         version, start, end = entry["version"], entry["start"], entry["end"]
-        if not isinstance(version, str) or not version.isdecimal():
-            expected = "a decimal number, as a weight push sets it"
-            raise _Mismatch(f"weight version {version!r}", expected)
         if not (type(start) is type(end) is int and start == at <= end):
             raise _Mismatch(f"version spans {raw}", f"spans over 0..{count}")
         spans.append(VersionSpan(int(version), start, end))

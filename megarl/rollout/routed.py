@@ -21,12 +21,18 @@ class RoutedClient(RolloutClient):
     can_abort = False
 
     async def generate(
-        self, asks: Sequence[Ask], sampling: Sampling, routing: RoutingShape | None = None
+        self,
+        asks: Sequence[Ask],
+        sampling: Sampling,
+        routing: RoutingShape | None = None,
+        least_version: int = 0,
     ) -> Answer | Failure | Refusal:
         """Of several that failed the first is told; what others gave is kept."""
         assert routing is None, "a router drops routed experts; config/rollout_rules.py"
         one = super().generate
-        outcomes = await asyncio.gather(*(one([ask], sampling) for ask in asks))
+        outcomes = await asyncio.gather(
+            *(one([ask], sampling, None, least_version) for ask in asks)
+        )
         bad = [o for o in outcomes if not isinstance(o, Answer)]
         if len(bad) == len(outcomes) or any(isinstance(o, Refusal) for o in bad):
             return next((o for o in bad if isinstance(o, Refusal)), bad[0])

@@ -31,7 +31,15 @@ _NEUTRAL_SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "min_new_tokens": (None, 0),
     "n": (None, 1),
+    "beam_width": (None,),
+    "logit_bias": (None,),
     "stop": (None, []),
+    "stop_regex": (None, []),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
+    "custom_params": (None,),
     "skip_special_tokens": (None, True, False),
     "spaces_between_special_tokens": (None, True, False),
     "no_stop_trim": (None, True, False),
@@ -331,7 +339,7 @@ def _integer(field: str, value: Any, low: int, high: int | None = None) -> int:
 
 def _require_neutral(field: str, value: Any, accepted: tuple[Any, ...]) -> None:
     if not any(value is a or (type(value) is type(a) and value == a) for a in accepted):
-        shown = ", ".join(repr(a) for a in accepted if a is not None)
+        shown = ", ".join(repr(a) for a in accepted if a is not None) or "null"
         raise BadRequest(field, value, f"{shown} (anything else is not supported by this server)")
 
 

@@ -214,7 +214,8 @@ SETTINGS = [
     *(
         Case([f"rollout={{engine: sglang, server_command: [sh], server_args: [--seed, '2', {a}]}}"],
              {"rollout.server_args[2]": [a, "--api-key", "the run sets these"]})
-        for a in ("--port=3", "--tp", "--api-k=x", "--enable-dp-attention", "--expert-parallel-s")
+        for a in ("--port=3", "--tp", "--api-k=x", "--enable-dp-attention", "--expert-parallel-s",
+                  "--preferred-sampling-params=x", "--preferred-s", "--enable-watermark")
     ),
     *(
         Case([*URLS, f"rollout.urls=['{url}']"], {"rollout.urls[0]": [f"{url} | http://host:port"]})

@@ -1,8 +1,9 @@
 """Servers of the tests' own that sample by a formula, so that every token is known beforehand.
 
 The token at an absolute position of a sequence is a hash of its seed and that position, the end
-token among them; its log-prob and its experts follow from it. So a response is the same however
-often it was interrupted, and wherever it was sampled: ``respond`` is what must come out.
+token among them. So a response is the same however often it was interrupted, and wherever it was
+sampled: ``respond`` is what must come out. A token's log-prob is also of the weights that sampled
+it, and its experts are of the weights that it was first fed to.
 """
 
 import asyncio
@@ -28,19 +29,31 @@ def token_at(seed: int, position: int) -> int:
     return EOS if word[0] < 20 else 2 + word[1] % (VOCAB - 2)
 
 
-def logprob_of(token: int) -> float:
-    return -(token + 1) / 8  # exact in fp32
+def logprob_of(token: int, version: int = 0) -> float:
+    return -(token + 1) / 8 - version / 128  # exact in fp32
 
 
-def experts_of(token: int, position: int) -> list[list[int]]:
-    """[MoE layers, top-k]"""
-    return [[(token + 13 * layer) % 300, (token + position) % 200 + 70] for layer in range(2)]
+def experts_of(token: int, position: int, version: int = 0) -> list[list[int]]:
+    """[MoE layers, top-k]; versions up to 10 differ."""
+    first, second = token + 3 * (version % 11), (token + position) % 200 + 70
+    return [[first + 13 * layer, second] for layer in range(2)]
 
 
-def routing_of(tokens: Sequence[int]) -> np.ndarray:
-    """u16 [L - 1, MoE layers, top-k], of a whole sequence."""
-    rows = [experts_of(t, p) for p, t in enumerate(tokens[:-1])]
+def routing_of(tokens: Sequence[int], versions: Sequence[int] = ()) -> np.ndarray:
+    """u16 [L - 1, MoE layers, top-k], of a whole sequence; ``versions`` of its rows, default 0."""
+    given = versions or [0] * (len(tokens) - 1)
+    rows = [
+        experts_of(token, position, version)
+        for position, (token, version) in enumerate(zip(tokens[:-1], given, strict=True))
+    ]
     return np.array(rows, np.uint16).reshape(len(rows), 2, 2)
+
+
+def versions_of_rows(prompt_length: int, versions: Sequence[int]) -> list[int]:
+    """[L - 1] of a sequence, from those of its sampled tokens, of which there is one at least: a
+    token is fed to sample the next one, the prompt to sample the first.
+    """
+    return [versions[0]] * prompt_length + list(versions[1:])
 
 
 def respond(prompt_length: int, seed: int, budget: int) -> tuple[list[int], str]:
@@ -56,7 +69,8 @@ def respond(prompt_length: int, seed: int, budget: int) -> tuple[list[int], str]
 @dataclass
 class Server:
     """``script(server, request, body)`` answers a /generate, or returns None for the usual answer.
-    ``limit``: responses are aborted after so many tokens.
+    ``limit``: responses are aborted after so many tokens. ``moves``: the version that samples from
+    such a token of a reply on.
     """
 
     script: Callable[["Server", web.Request, Any], Awaitable[Any]] | None = None
@@ -64,6 +78,8 @@ class Server:
     version: int = 0
     url: str = ""
     limit: int | None = None
+    moves: dict[int, int] = field(default_factory=dict)
+    says: str | None = None  # instead of its version
     bodies: list[Any] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
@@ -92,25 +108,30 @@ class Server:
         tokens, finish = respond(len(ids), params["sampling_seed"], params["max_new_tokens"])
         if limit is not None and limit < len(tokens) + (finish == "length"):
             tokens, finish = tokens[:limit], "abort"
+        versions = [self.version] * len(tokens)
+        for begin, version in self.moves.items():
+            versions[begin:] = [version] * len(versions[begin:])
+        sampled = zip(tokens, versions, strict=True)
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": {"type": finish},
-            "weight_version": str(self.version),
-            "output_token_logprobs": [[logprob_of(t), t, None] for t in tokens],
+            "weight_version": self.says or str([self.version, *versions][-1]),
+            "output_token_logprobs": [[logprob_of(t, v), t, None] for t, v in sampled],
         }
+        if self.moves:
+            meta["weight_versions"] = [
+                {"version": str(v), "start": i, "end": i + 1} for i, v in enumerate(versions)
+            ]
         if start is not None:
-            whole = [*ids, *tokens]
-            rows = [experts_of(t, p) for p, t in enumerate(whole[:-1])][start:]
+            of_rows = versions_of_rows(len(ids), versions or [self.version])
+            whole = zip([*ids, *tokens][:-1], of_rows, strict=bool(tokens))
+            rows = [experts_of(t, p, v) for p, (t, v) in enumerate(whole)][start:]
             every = [[[0, 0], *row] for row in rows]  # the first layer is dense
             meta["routed_experts"] = base64.b64encode(np.array(every, "<i4").tobytes()).decode()
         return {"output_ids": tokens, "meta_info": meta}
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.keys.add(request.headers.get("Authorization"))
-        if request.path == "/health_generate":
-            return web.Response()
-        if request.path == "/server_info":
-            return web.json_response({"version": "0.5.23", "weight_version": str(self.version)})
         body = await request.json()
         if request.path == "/abort_request":
             self.aborted.append(body["rid"])

@@ -63,13 +63,14 @@ def check(outcome: GroupOutcome, asked: GroupRequest, version: int = 0) -> None:
         assert (s.index, s.truncated) == (index, finish == "length")
         assert s.tokens.tolist() == [*prompt, *response]
         assert s.mask.tolist() == [False] * len(prompt) + [True] * len(response)
-        expected = [0.0] * len(prompt) + [logprob_of(t) for t in response]
+        expected = [0.0] * len(prompt) + [logprob_of(t, version) for t in response]
         assert s.rollout_logprobs.tolist() == expected
         right = finish == "stop" and (len(response) - 1) % 2 == asked.prompt.payload["answer"]
         assert (s.rewards.tolist(), s.correct) == ([float(right)], right)
         assert s.version_spans == (VersionSpan(version, 0, len(response), "server 0"),)
         assert s.routing is not None and s.routing.dtype == np.uint16
-        np.testing.assert_array_equal(s.routing, routing_of([*prompt, *response]))
+        rows = [version] * (len(prompt) + len(response) - 1)
+        np.testing.assert_array_equal(s.routing, routing_of([*prompt, *response], rows))
 
 
 def test_groups_come_back_scored(collector: Collector) -> None:

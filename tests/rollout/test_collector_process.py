@@ -198,7 +198,7 @@ def test_a_reward_that_is_none_ends_the_run_and_names_the_sample(folder: Path) -
         server = Server()
         work = Work(settings_in(folder), lambda m, _=(): said.append(m), grading(mixed))
         async with server.running():
-            work.handle({"do": "serve_from", "members": [asdict(server.member)]})
+            work.handle({"do": "serve_from", "members": [asdict(server.member)], "version": 0})
             requests = [request(0, reward=1.0), request(1, reward="none")]
             work.handle({"do": "issue", "requests": [request_to_json(r) for r in requests]})
             while len(said) < 2:
@@ -220,7 +220,7 @@ def test_when_it_ends_servers_have_none_of_its_requests(folder: Path) -> None:
         server = Server(script=never)
         work = Work(settings_in(folder), lambda *_: None, grading(mixed))
         async with server.running():
-            work.handle({"do": "serve_from", "members": [asdict(server.member)]})
+            work.handle({"do": "serve_from", "members": [asdict(server.member)], "version": 0})
             requests = [request_to_json(request(n)) for n in range(6)]
             work.handle({"do": "issue", "requests": requests})
             while server.open < 6:

@@ -26,8 +26,8 @@ class Mortal:
         if what in self.dies_in:
             raise RunError(f"died in {what}")
 
-    def serve_from(self, members: Sequence[Member]) -> None:
-        self._tell("serve from", tuple(members))
+    def serve_from(self, members: Sequence[Member], version: int) -> None:
+        self._tell("serve from", tuple(members), version)
 
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         self._tell("issue", [r.serial for r in requests])
@@ -60,7 +60,7 @@ def collector_of(*processes: Mortal, restarts: int = 8) -> RestartingCollector:
     """Which has three groups, one of which has ended."""
     lives = iter(processes)
     found = RestartingCollector(lambda: next(lives), restarts)  # type: ignore[arg-type,return-value]
-    found.serve_from(SERVERS)
+    found.serve_from(SERVERS, 7)
     found.issue([request(n) for n in range(3)])
     processes[0].ended = [GroupOutcome(1, failed="x")]
     return found
@@ -83,7 +83,7 @@ def test_whenever_it_dies_another_one_goes_on(deed: str) -> None:
     first.ended, first.dies_in = [], (deed,)
     DEEDS[deed](collector)
     again = ["recall"] * (deed == "recall")
-    assert second.told[: 2 + len(again)] == [("serve from", SERVERS), *again, ("issue", [0, 2])]
+    assert second.told[: 2 + len(again)] == [("serve from", SERVERS, 7), *again, ("issue", [0, 2])]
     assert first.told[-1] == "close"
 
 
@@ -96,8 +96,8 @@ def test_those_that_die_as_they_start_are_replaced_too(deed: str) -> None:
     first.dies_in = (deed,)
     DEEDS[deed](collector)
     for died in others[:2]:
-        assert died.told == [("serve from", SERVERS), "recall", "close"]
-    expected = [("serve from", SERVERS), "recall", ("issue", [0, 1, 2])]
+        assert died.told == [("serve from", SERVERS, 7), "recall", "close"]
+    expected = [("serve from", SERVERS, 7), "recall", ("issue", [0, 1, 2])]
     assert others[2].told[:3] == expected
 
 

@@ -126,6 +126,28 @@ def test_a_step_that_fails_fails_its_requests_and_not_the_engine(
     assert len(ask(engine, PROMPTS[:2])[0].token_ids) == 12
 
 
+def test_what_fails_one_sequence_of_a_call_ends_the_others_and_no_other_call(
+    engine: Engine,
+) -> None:
+    """More than there are slots: some of them wait, some run, one has no finite logits."""
+    broken, new = 23, CONTEXT - 2
+    weight = engine.model.module.model.embed_tokens.weight
+    kept = weight[broken].clone()
+    other = engine.submit(requests_for(engine, [[4]], temperature=0))
+    with torch.no_grad():
+        weight[broken] = float("nan")
+    prompts = [[5], [broken], *[[6]] * 8]
+    requests = requests_for(engine, prompts, max_new_tokens=new, temperature=0)
+    with pytest.raises(ServerError, match="not finite"):
+        engine.submit(requests).result(60)
+    assert engine.ping().result(60) is None
+    assert engine.state()["waiting"] == 0 and engine.state()["running"] <= 1
+    assert len(other.result(60)[0].token_ids) == 12
+    with torch.no_grad():
+        weight[broken] = kept
+    assert len(engine.submit(requests).result(60)) == 10  # under the same ids
+
+
 def test_nan_in_a_cache_does_not_reach_the_next_sequence(engine: Engine) -> None:
     before = [r.logprobs for r in ask(engine, PROMPTS, sampling_seed=4)]
     norm = engine.model.module.model.layers[0].input_layernorm.weight

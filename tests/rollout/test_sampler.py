@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from megarl.rollout.client import RolloutClient
 from megarl.rollout.pool import Pool
 from megarl.rollout.sampler import Partial, Rules, Sampled, sample_group
 from megarl.types import GroupRequest, Member, Prompt, Sampling, VersionSpan
-from tests.rollout.scripted import EOS, SHAPE, Server, logprob_of, respond, routing_of
+from tests.rollout.scripted import (
+    EOS,
+    SHAPE,
+    Server,
+    logprob_of,
+    respond,
+    routing_of,
+    versions_of_rows,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,21 +74,42 @@ def sampled(
     return asyncio.run(run())
 
 
-def check_whole(found: Sampled, asked: GroupRequest, *, routed: bool = True) -> None:
-    """Token for token what the formula says, whatever happened on the way."""
+def check_whole(
+    found: Sampled,
+    asked: GroupRequest,
+    *,
+    routed: bool = True,
+    version: int = 0,
+    versions: Sequence[int] = (),
+    rows: Sequence[int] = (),
+) -> None:
+    """Token for token what the formula says, whatever happened on the way. ``versions``: of the
+    weights that sampled each token, as many as the longest response has (default: ``version``);
+    ``rows``: of those that routed each token, prompt included, where they are others.
+    """
+    versions = versions or [version] * asked.sampling.max_new_tokens
     assert (found.failed, found.discarded) == ("", False)
     assert len(found.completions) == len(asked.seeds)
     prompt = list(asked.prompt.token_ids)
     for seed, completion in zip(asked.seeds, found.completions, strict=True):
         tokens, finish = respond(len(prompt), seed, asked.sampling.max_new_tokens)
         assert (completion.token_ids.tolist(), completion.finish) == (tokens, finish)
-        assert completion.logprobs.tolist() == [logprob_of(t) for t in tokens]
+        sampled_by = versions[: len(tokens)]
+        expected = [logprob_of(t, v) for t, v in zip(tokens, sampled_by, strict=True)]
+        assert completion.logprobs.tolist() == expected
         assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
         bounds = [s.start for s in completion.version_spans] + [len(tokens)]
         assert bounds[0] == 0 and bounds[1:] == [s.end for s in completion.version_spans]
+        told = [s.version for s in completion.version_spans for _ in range(s.start, s.end)]
+        assert told == list(sampled_by)
         if routed:
             assert completion.routing is not None
-            np.testing.assert_array_equal(completion.routing, routing_of([*prompt, *tokens]))
+            fed_to = rows[: len(prompt) + len(tokens) - 1] or versions_of_rows(
+                len(prompt), sampled_by
+            )
+            np.testing.assert_array_equal(
+                completion.routing, routing_of([*prompt, *tokens], fed_to)
+            )
             assert completion.routing.dtype == np.uint16
         else:
             assert completion.routing is None
@@ -89,7 +119,7 @@ def check_whole(found: Sampled, asked: GroupRequest, *, routed: bool = True) -> 
 def test_a_group_is_one_request(routed: bool) -> None:
     server = Server(version=3)
     found = sampled(server, by=rules(routed=routed))
-    check_whole(found, request(), routed=routed)
+    check_whole(found, request(), routed=routed, version=3)
     (body,) = server.bodies
     assert body["input_ids"] == [[5, 6, 7]] * 4
     assert [p["sampling_seed"] for p in body["sampling_params"]] == list(SEEDS)
@@ -279,18 +309,27 @@ def test_where_end_tokens_are_ignored_a_response_goes_on_after_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "versions", "expected"),
+    ("parts", "versions", "expected", "rows"),
     [
-        ((4,), (1, 2), [(1, 0, 4), (2, 4, 10)]),
-        ((4,), (3, 3), [(3, 0, 10)]),
-        ((2, 3), (1, 1, 2), [(1, 0, 5), (2, 5, 10)]),
-        ((0, 3), (1, 2, 2), [(2, 0, 10)]),
-        ((3, 3, 3), (1, 2, 3, 4), [(1, 0, 3), (2, 3, 6), (3, 6, 9), (4, 9, 10)]),
+        ((4,), (1, 2), [(1, 0, 4), (2, 4, 10)], "111111222222"),
+        ((4,), (3, 3), [(3, 0, 10)], "333333333333"),
+        ((2, 3), (1, 1, 2), [(1, 0, 5), (2, 5, 10)], "111111122222"),
+        (
+            (0, 3),
+            (1, 2, 2),
+            [(2, 0, 10)],
+            "112222222222",
+        ),  # the prompt had been fed but for a token
+        ((3, 3, 3), (1, 2, 3, 4), [(1, 0, 3), (2, 3, 6), (3, 6, 9), (4, 9, 10)], "111112223334"),
     ],
 )
 def test_versions_are_told_token_by_token(
-    parts: tuple[int, ...], versions: tuple[int, ...], expected: list[tuple[int, int, int]]
+    parts: tuple[int, ...],
+    versions: tuple[int, ...],
+    expected: list[tuple[int, int, int]],
+    rows: str,
 ) -> None:
+    """Log-probs are of the weights that sampled a token, rows of those that first had it fed."""
     server = interrupting(*parts)
     inner = server.script
     assert inner is not None
@@ -300,28 +339,37 @@ def test_versions_are_told_token_by_token(
         return await inner(of, request, body)
 
     server.script = script
-    found = sampled(server, asked=request(seeds=LONG))
+    asked = request(seeds=LONG)
+    found = sampled(server, asked=asked)
+    by_token = [version for version, start, end in expected for _ in range(start, end)]
+    check_whole(found, asked, versions=by_token, rows=[int(row) for row in rows])
     for completion in found.completions:
         spans = [(s.version, s.start, s.end) for s in completion.version_spans]
         assert spans == expected
         assert {s.server for s in completion.version_spans} == {"server 0"}
 
 
+def test_rows_that_came_late_are_of_the_weights_that_gave_them() -> None:
+    """Of 4 tokens of version 1 nothing is known but tokens and log-probs; version 2 feeds all."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        server.version = len(server.bodies)
+        replies = server.replies(body, 4 if server.version == 1 else None)
+        for reply in replies if server.version == 1 else ():
+            reply["meta_info"]["routed_experts"] = None
+        return replies
+
+    asked = request(seeds=LONG)
+    found = sampled(Server(script=script), asked=asked)
+    check_whole(found, asked, versions=[1] * 4 + [2] * 6, rows=[2] * 12)
+
+
 def test_spans_of_one_reply_are_shifted_too_and_servers_are_told_apart() -> None:
     """4 tokens of version 1 at one server; then 2 of version 1 and 4 of version 2 at another."""
 
-    async def second(server: Server, request: web.Request, body: Any) -> Any:
-        replies = server.replies(body)
-        for reply in replies:
-            reply["meta_info"]["weight_versions"] = [
-                {"version": "1", "start": 0, "end": 2},
-                {"version": "2", "start": 2, "end": 6},
-            ]
-        return replies
-
     async def run() -> Sampled:
-        first = interrupting(4)
-        first.version, other = 1, Server(script=second, name="server 1")
+        first, other = interrupting(4), Server(name="server 1", version=1, moves={2: 2})
+        first.version = 1
         async with pool_of(first) as pool, other.running():
             inner = first.script
             assert inner is not None
@@ -335,7 +383,9 @@ def test_spans_of_one_reply_are_shifted_too_and_servers_are_told_apart() -> None
             first.script = then_it_goes
             return await sample_group(request(seeds=LONG), pool, rules())
 
-    for completion in asyncio.run(run()).completions:
+    found = asyncio.run(run())
+    check_whole(found, request(seeds=LONG), versions=[1] * 6 + [2] * 4)
+    for completion in found.completions:
         assert completion.version_spans == (
             VersionSpan(1, 0, 4, "server 0"),
             VersionSpan(1, 4, 6, "server 1"),

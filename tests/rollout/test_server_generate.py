@@ -213,6 +213,22 @@ BAD_BODIES: list[tuple[str, Any]] = [
     ("min_p", {"input_ids": [3], "sampling_params": {"min_p": -0.1}}),
     ("min_p", {"input_ids": [3], "sampling_params": {"min_p": "0.1"}}),
     ("frequency_penalty", {"input_ids": [3], "sampling_params": {"frequency_penalty": 0.5}}),
+    *(
+        (f"sampling_params.{field}", {"input_ids": [3], "sampling_params": {field: value}})
+        for field, value in {
+            "logit_bias": {"3": 8.0},
+            "min_new_tokens": 1,
+            "stop": ["x"],
+            "stop_regex": "x+",
+            "json_schema": "{}",
+            "regex": "x+",
+            "ebnf": "root ::= x",
+            "structural_tag": "{}",
+            "custom_params": {"thinking_budget": 3},
+            "n": 2,
+            "beam_width": 2,
+        }.items()
+    ),
     ("temprature", {"input_ids": [3], "sampling_params": {"temprature": 1}}),
     ("stop_token_ids", {"input_ids": [3], "sampling_params": {"stop_token_ids": [99]}}),
     ("sampling_params", {"input_ids": [3], "sampling_params": [1]}),

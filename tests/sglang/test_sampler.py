@@ -2,21 +2,25 @@
 continued. In the end every token is what the model says, and its routing too.
 """
 
+import ast
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.rollout.client import RolloutClient
+from megarl.rollout.client import Answer, Ask, RolloutClient, _body, new_rids
 from megarl.rollout.pool import Pool
 from megarl.rollout.sampler import Rules, sample_group
 from megarl.types import GroupRequest, Member, Prompt, RoutingShape, Sampling, VersionSpan
 from tests.sglang.contract import LAYERS, TOLERANCE, TOP_K
 from tests.sglang.protocol import PROMPT, ok
+from tests.sglang.server import SGLangServer, require_sglang
 from tests.sglang.test_server_contract import serve
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
@@ -59,8 +63,6 @@ def test_what_is_interrupted_goes_on_and_is_the_models(
 
         pool = Pool(connect, lambda m, reason: suspects.append(reason))
         pool.serve_from([member])
-        info = await pool.client(member).server_info()
-        assert info["version"] == "0.5.23"
         rules = Rules("continue", 1, SHAPE)
         tasks = [asyncio.ensure_future(sample_group(r, pool, rules)) for r in requests]
         for _ in range(2):
@@ -83,6 +85,53 @@ def test_what_is_interrupted_goes_on_and_is_the_models(
         assert np.array_equal(chosen, np.sort(np.array(expected["routing"]), -1))
     parts = {c.request_id for sampled in found for c in sampled.completions}
     assert len(parts) == 16
+
+
+def test_sglang_knows_no_parameter_that_requests_leave_out() -> None:
+    """But for how often it streams, and a watermark, which older ones do not know."""
+    found = require_sglang().glob("lib/*/site-packages/sglang/srt/sampling/sampling_params.py")
+    (source,) = (path.read_text() for path in found)
+    (known,) = (
+        [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"
+    )
+    internal = known[known.index("stop_strs") :]
+    assert internal[-1] == "ebnf_full_assistant" and len(internal) == 6, "look at the new ones"
+    (asked,) = _body([Ask("r", [2], 3, 4)], Sampling(1.0, 3), False)["sampling_params"]
+    left_out = {"stream_interval", "watermark"}
+    assert set(known) - set(internal) - left_out == set(asked)
+
+
+@pytest.mark.slow
+def test_no_default_of_a_server_reaches_what_is_sampled(tiny_models: Any, tmp_path: Path) -> None:
+    """A bias of 8 would make nearly every token 7; nothing would end by itself, but for words."""
+    preferred = {
+        **{"logit_bias": {"7": 8.0}, "stop_token_ids": [9], "stop_regex": ".", "stop": [" "]},
+        **{"min_p": 0.9, "top_k": 1, "top_p": 0.1, "frequency_penalty": 2.0, "regex": "a+"},
+        **{"min_new_tokens": 3, "n": 2, "ignore_eos": True},
+    }
+    extra = ("--preferred-sampling-params", json.dumps(preferred))
+    log = tmp_path / "server.log"
+    tokens: list[int] = []
+    require_sglang()
+    with SGLangServer(tiny_models.a, log_path=log, extra_args=extra) as server:
+        serve(server, tiny_models.a, "7")
+
+        async def run() -> Any:
+            client = RolloutClient(server.url, server.key, 300.0)
+            asks = [Ask(rid, PROMPT, 12, seed) for seed, rid in enumerate(new_rids(32))]
+            outcome = await client.generate(asks, Sampling(1.0, 12))
+            await client.close()
+            return outcome
+
+        outcome = asyncio.run(run())
+        assert isinstance(outcome, Answer) and not outcome.wrong, outcome
+        finishes = {part.finish for part in outcome.parts if part is not None}
+        tokens = [int(t) for part in outcome.parts if part is not None for t in part.token_ids]
+    assert finishes <= {"length", "stop"} and "length" in finishes
+    assert len(tokens) > 32 * 3 and np.mean(np.array(tokens) == 7) < 0.2
+    assert len(set(tokens)) > 20
 
 
 def test_a_broken_connection_leaves_nothing_running(sglang_server: Any, tiny_models: Any) -> None:
