@@ -65,6 +65,7 @@ def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
         assert back(fleet, old).url and site.deaths == []
 
 
+@pytest.mark.slow
 def test_a_server_that_was_left_paused_goes_on_unless_somebody_pushes(site: Site) -> None:
     """It lacks nothing; but who lets a server go on in a push has it sample from mixed weights."""
     asked, paused = site.program.parent / "calls", site.program.parent / "paused"
