@@ -5,8 +5,10 @@
 #
 # Ctrl-C or SIGTERM: the step in progress is finished, or left while it waits for samples; what is done is saved, and at
 # most run.stop_grace_s later everything ends.
-# A failing rank or server ends the rest; the first cause is printed last. Exit code 0 only for a finished run.
+# A failing rank or server ends the rest; the first cause is printed last.
 # With on_failure={trainer: restart, servers: restart} the ranks are started again, and the servers, started here, stay.
+# What a restart does not mend (settings, data, installation) ends the run at once.
+# Exit codes: 0 finished, 1 failed, 2 refused before anything started, 128 + signal stopped.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,6 +33,12 @@ end_servers() { # by pid; they end with the process that started them
   wait "$servers" || true
 }
 trap end_servers EXIT
+still_serves() { # or nothing was to
+  [[ -z $servers ]] || kill -0 "$servers" 2>/dev/null || {
+    echo "the rollout servers have ended: $RUN_DIR/logs/servers.log" >&2
+    return 1
+  }
+}
 trap 'signal=15; [[ -z $job ]] || kill -TERM "$job" 2>/dev/null || true' TERM
 trap 'signal=2; [[ -z $job ]] || kill -TERM "$job" 2>/dev/null || true' INT
 
@@ -66,13 +74,16 @@ while ((signal == 0)); do
     head -n 20 "$log" >&2
   fi
   ((attempt < RESTARTS)) || break
-  if [[ -n $servers ]] && ! kill -0 "$servers" 2>/dev/null; then
-    echo "the rollout servers have ended: $RUN_DIR/logs/servers.log" >&2
-    break
-  fi
+  still_serves || break
+  # It says what has failed, and fails if another start would meet it again.
+  settings=$("$python" -m megarl.cli go-on "$RUN_DIR" --launch "$launch") || break
+  resume=()
+  [[ -z $settings ]] || mapfile -t resume <<<"$settings"
   attempt=$((attempt + 1))
-  mapfile -t resume < <("$python" -m megarl.cli go-on "$RUN_DIR")
-  echo "restart $attempt of $RESTARTS of the trainer ${resume[*]}" >&2
+  pause=$((attempt > 6 ? 60 : 1 << (attempt - 1)))
+  echo "restart $attempt of $RESTARTS of the trainer in $pause s ${resume[*]}" >&2
+  for ((second = 0; second < pause && signal == 0; second++)); do sleep 1 || true; done
+  still_serves || break
 done
 
 if ((status != 0 && signal != 0)); then

@@ -13,8 +13,8 @@ Groups are named by their serial, samples are ``serial/index`` with an index bel
 
 trained: used by a step. filtered: no use for dynamic sampling. expired: older than
 ``rollout.max_staleness`` allows, stopped half-way and not kept, or left over when the run ended.
-failed: no server gave it. Each serial is issued once and ends once. A checkpoint knows how long the
-file was; a run that goes on from it forgets the lines after.
+failed: no server gave it, or its reward did not end. Each serial is issued once and ends once. A
+checkpoint knows how long the file was; a run that goes on from it forgets the lines after.
 """
 
 import json
@@ -39,29 +39,27 @@ class Books:
     """Every rank counts; the one with a ``path`` writes."""
 
     path: Path | None
-    samples: int  # of a group
-    counts: Counter[str] = field(default_factory=Counter)  # groups by event
+    counts: Counter[str] = field(default_factory=Counter)  # samples by event
+    out: dict[int, int] = field(default_factory=dict)  # samples of every group that has not ended
 
-    def issue(self, step: int, groups: Mapping[int, str]) -> None:
-        """``groups``: prompt ids by serial."""
+    def issue(self, step: int, groups: Mapping[int, str], samples: int) -> None:
+        """``groups``: prompt ids by serial, each asked for ``samples`` times."""
         if groups:
-            self.counts[ISSUED] += len(groups)
+            self.out |= dict.fromkeys(groups, samples)
+            self.counts[ISSUED] += len(groups) * samples
             named = {str(serial): prompt for serial, prompt in groups.items()}
-            self._write(step, ISSUED, {"groups": named, "samples": self.samples})
+            self._write(step, ISSUED, {"groups": named, "samples": samples})
 
     def end(self, step: int, fate: str, serials: Iterable[int], why: str = "") -> None:
         """``fate``: one of FATES."""
         ended = sorted(serials)
         if ended:
-            self.counts[fate] += len(ended)
+            self.counts[fate] += sum(self.out.pop(serial) for serial in ended)
             self._write(step, fate, {"groups": ended} | ({"why": why} if why else {}))
 
     def metrics(self) -> StepMetrics:
         """Samples since the start of the run, the same on every rank."""
-        return [
-            Metric(f"books/{event}", Max(self.counts[event] * self.samples))
-            for event in (ISSUED, *FATES)
-        ]
+        return [Metric(f"books/{event}", Max(self.counts[event])) for event in (ISSUED, *FATES)]
 
     def state(self) -> dict[str, Any]:
         """JSON. Of the rank that writes; the others' has no length. What is written is durable."""
@@ -69,11 +67,13 @@ class Books:
         if self.path is not None and self.path.exists():
             sync_path(self.path)
             length = self.path.stat().st_size
-        return {"counts": dict(self.counts), "bytes": length}
+        out = {str(serial): samples for serial, samples in self.out.items()}
+        return {"samples": dict(self.counts), "out": out, "bytes": length}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Back to a checkpoint: what was written after it never happened."""
-        self.counts = Counter({k: int(v) for k, v in state["counts"].items()})
+        self.counts = Counter({k: int(v) for k, v in state["samples"].items()})
+        self.out = {int(serial): int(samples) for serial, samples in state["out"].items()}
         if self.path is not None and self.path.exists():
             os.truncate(self.path, min(int(state["bytes"]), self.path.stat().st_size))
 

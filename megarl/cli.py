@@ -18,7 +18,9 @@ from megarl.cli_servers import app as servers_app
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
+    from megarl.monitor.first_error import Cause
     from megarl.monitor.samples import SampleText
+    from megarl.rundir import RunDir
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -177,36 +179,43 @@ def first_error(
 
     Exits with 1 if there is one.
     """
-    from megarl.monitor.first_error import first_error as pick
-    from megarl.monitor.first_error import killed_ranks, message_of, read_errors
     from megarl.rundir import RunDir
 
-    rundir = RunDir(run, launch) if launch else RunDir(run).last_launch()
-    errors = read_errors(rundir.errors)
-    first = pick(errors)
-    killed = killed_ranks([log.read_text("utf-8", "replace") for log in rundir.torchrun_logs()])
-    if killed and (first is None or first.follows):  # whoever is killed cannot say so itself
-        typer.echo("\n".join(killed))
-        raise typer.Exit(1)
-    if first is not None:
-        typer.echo(message_of(first, errors))
+    cause = _cause(RunDir(run, launch) if launch else RunDir(run).last_launch())
+    if cause is not None:
+        typer.echo(cause.text)
         raise typer.Exit(1)
 
 
 @app.command("go-on")
-def go_on(run: RunArgument) -> None:
+def go_on(
+    run: RunArgument,
+    launch: Annotated[
+        str | None, typer.Option(help="The start (torchrun --rdzv-id) that has failed.")
+    ] = None,
+) -> None:
     """Print the settings with which a run that has failed goes on, for launch scripts.
 
     That is run.resume=true where it has a checkpoint. Where it has none it starts anew: what it has
-    written is moved to attempts/ in the run directory.
+    written is moved to attempts/ in the run directory. Exits with 1, and does nothing, if LAUNCH
+    failed of settings, data or installation, which a restart does not mend, or the run is in use.
     """
     from megarl.checkpoint.manager import CheckpointManager
     from megarl.rundir import RunDir
 
     rundir = RunDir(run)
+    cause = _cause(RunDir(run, launch)) if launch else None
+    if cause is not None and cause.lasting:
+        typer.echo(f"not started again: a restart does not mend this ({cause.name})", err=True)
+        raise typer.Exit(1)
+    if cause is not None:
+        typer.echo(f"a restart may mend this ({cause.name})", err=True)
     if CheckpointManager.complete_steps(rundir.checkpoints):
         typer.echo("run.resume=true")
-    elif (folder := rundir.set_aside()) is not None:
+        return
+    with rundir.lock():  # not under a run that lives
+        folder = rundir.set_aside()
+    if folder is not None:
         typer.echo(f"no checkpoint yet: the start before is now in {folder}", err=True)
 
 
@@ -301,6 +310,13 @@ def _check_model(config: "Config") -> None:
     except ConfigError as e:
         typer.echo(f"megarl: {e}", err=True)
         raise typer.Exit(2) from e
+
+
+def _cause(start: "RunDir") -> "Cause | None":
+    from megarl.monitor.first_error import cause_of
+
+    logs = [log.read_text("utf-8", "replace") for log in start.torchrun_logs()]
+    return cause_of(start.errors, logs)
 
 
 def _local_gpus() -> int:

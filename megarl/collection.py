@@ -151,7 +151,7 @@ class Collection:
     def state(self) -> dict[str, Any]:
         """JSON; not collective, and to be kept of rank 0."""
         return {
-            "stock": self._stock.state(),
+            "stock": self._stock.state(self._settings.decisive),
             "step": self._step,
             "rounds": self._rounds,
             "asked": [prompt.id for prompt in self._asked],
@@ -163,25 +163,25 @@ class Collection:
         """The samples of ``state``."""
         self._stock.write_ready(folder, step, self._collectors, self._host)
 
+    def ready_bytes(self) -> int:
+        """Of what ``write_ready`` writes, at most. Not collective."""
+        return self._stock.num_bytes
+
     def load_state(self, state: Mapping[str, Any], folder: Path, step: int) -> None:
         """Goes on from checkpoint ``step``; ``folder``: what ``write_ready`` wrote. Groups that
-        were out are sampled anew; those of another size than ``samples_per_prompt`` has now have
-        expired. Raises DataError.
+        were out are sampled anew; for other settings see ``Stock.load``. Raises DataError.
         """
         self._books.load_state(state["books"])
         prompts = {prompt.id: prompt for prompt in self._stream.items}
-        stock, size = self._stock, self._settings.samples_per_prompt
-        out = stock.load(state["stock"], folder, step, prompts, self._collectors, self._host)
-        ready = [serial for serial, group in stock.ready.items() if len(group) != size]
-        other = [*ready, *(request.serial for request in out if len(request.seeds) != size)]
-        if other:
-            log.warning("%d groups have another size than data.samples_per_prompt", len(other))
-            self._books.end(step, EXPIRED, other, "data.samples_per_prompt has changed")
-            stock.drop(ready)
-        self._hand_out([request for request in out if len(request.seeds) == size])
+        about = (prompts, self._settings, self._sampling, self._collectors, self._host)
+        left = self._stock.load(state["stock"], folder, step, *about)
+        for why, serials in left.expired.items():
+            log.warning("%d groups of the checkpoint have expired: %s", len(serials), why)
+            self._books.end(step, EXPIRED, serials, why)
+        self._hand_out(left.out)
         self._step, self._rounds = int(state["step"]), int(state["rounds"])
         self._asked = [prompts[key] for key in state["asked"]]
-        self.reward_names = tuple(state["reward_names"])
+        self.reward_names = () if "data.reward" in left.changed else tuple(state["reward_names"])
 
     def _collect(
         self, step: int, stopping: Callable[[], bool] = lambda: False, *, trained: bool = False
@@ -225,11 +225,8 @@ class Collection:
 
     def _choose(self, step: int) -> tuple[list[Collected], StepMetrics]:
         """The groups of ``step``, relabelled from 0 on, and out of what is ready."""
-        count, teaching, ready = (
-            self._settings.prompts_per_step,
-            self._teaching(),
-            self._stock.ready,
-        )
+        count, ready = self._settings.prompts_per_step, self._stock.ready
+        teaching = self._teaching()
         idle = sorted(ready.keys() - teaching)
         chosen = sorted([*teaching[:count], *idle[: max(0, count - len(teaching))]])
         metrics: StepMetrics = []
@@ -316,14 +313,17 @@ class Collection:
         samples = settings.samples_per_prompt
         seeds = sample_seeds(settings.seed, step, prompts, samples, self._asked)
         self._asked += prompts
-        sampling = Sampling(settings.temperature, self.max_new_tokens)
         issued = [
-            GroupRequest(self._stock.serial + i, step, prompt, tuple(its), sampling)
+            GroupRequest(self._stock.serial + i, step, prompt, tuple(its), self._sampling)
             for i, (prompt, its) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._stock.serial += count
-        self._books.issue(step, {r.serial: r.prompt.id for r in issued})
+        self._books.issue(step, {r.serial: r.prompt.id for r in issued}, samples)
         self._hand_out(issued)
+
+    @property
+    def _sampling(self) -> Sampling:
+        return Sampling(self._settings.temperature, self.max_new_tokens)
 
     def _hand_out(self, requests: Sequence[GroupRequest]) -> None:
         """To the collectors, each a run of them."""
@@ -360,12 +360,12 @@ class Collection:
         samples = [sample for o in outcomes for sample in o.samples]
         self._stock.arrive(share_facts(samples, self._collectors, self._rank, self._host))
         self._learn_names()
-        without = [[o.serial, o.failed, o.discarded] for o in outcomes if not o.samples]
+        without = [[o.serial, o.failed, o.unscored, o.discarded] for o in outcomes if not o.samples]
         for of_rank in gather_and_share(without, self._host):
-            for serial, failed, discarded in of_rank:
-                self._end_without_samples(serial, failed, discarded)
+            for ended in of_rank:
+                self._lose(*ended)
 
-    def _end_without_samples(self, serial: int, failed: str, discarded: bool) -> None:
+    def _lose(self, serial: int, failed: str, unscored: bool, discarded: bool) -> None:
         request = self._stock.withdraw(serial)
         assert request is not None, serial
         if discarded:
@@ -373,12 +373,12 @@ class Collection:
             return
         self._books.end(self._step, FAILED, [serial], failed)
         self._failed += 1
-        text = f"prompt {request.prompt.id} (group {serial}) was not sampled: {failed}"
+        what = "scored" if unscored else "sampled"
+        text = f"prompt {request.prompt.id} (group {serial}) was not {what}: {failed}"
         log.error("%s", text)
-        limit = self._settings.prompts_per_step
-        if not self._settings.tolerant:
+        if not (self._settings.tolerant or unscored):
             raise ServerError(f"{text}; on_failure.servers=restart would go on without it")
-        if self._failed > limit:
+        if self._failed > self._settings.prompts_per_step:
             raise ServerError(f"{self._failed} groups failed in one step, the last: {text}")
 
     def _learn_names(self) -> None:

@@ -45,6 +45,10 @@ class ServerError(MegarlError, RuntimeError):
     """A rollout server did not answer, answered wrongly, or died."""
 
 
+class UnfitServerError(ServerError):
+    """A rollout server answers, but another version, size or context of it is wanted."""
+
+
 class SyncError(MegarlError, RuntimeError):
     """New weights did not reach a server whole. The server must not be used until a full push
     succeeds.
@@ -59,3 +63,7 @@ class InstallError(MegarlError, ImportError):
     """A package of this environment is broken, or is another of the same name; says what to
     uninstall or install.
     """
+
+
+LASTING = (ConfigError, DataError, InstallError, UnfitServerError)
+"""What a restart does not mend: somebody has to change something first."""

@@ -25,19 +25,25 @@ _POLL_S = 1.0  # at most so long nobody looks at the servers
 
 
 class Evaluations:
-    """``rank`` of the gloo group ``host``: rank 0 asks, all hear of a failure."""
+    """``rank`` of the gloo group ``host``: rank 0 asks, all hear of a failure. ``load``: the
+    prompts of a file that leave room for responses of so many tokens.
+    """
 
     def __init__(
         self,
         config: Config,
         rank: int,
         host: dist.ProcessGroup,
-        load: Callable[[Path], list[Prompt]],
+        load: Callable[[Path, int], list[Prompt]],
     ) -> None:
         self.config, self.rank, self.host = config, rank, host
         heldout = config.data.heldout if config.eval.every else None
-        self.heldout = load(heldout) if heldout is not None else []
-        self.sets = [(chosen, load(chosen.prompts)) for chosen in config.eval.sets]
+        longest = config.eval.max_new_tokens
+        self.heldout = load(heldout, longest) if heldout is not None else []
+        self.sets = [
+            (chosen, load(chosen.prompts, chosen.max_new_tokens or longest))
+            for chosen in config.eval.sets
+        ]
 
     def run(
         self,

@@ -129,7 +129,7 @@ def _outcomes(samples: Sequence[Known], algo: AlgoSection) -> Outcomes:
     found = Outcomes.of(
         [s.reward for s in samples],
         [s.group for s in samples],
-        [s.trained_tokens for s in samples],
+        [s.response_tokens for s in samples],
         [s.truncated for s in samples],
         # one without a trajectory is one of its own: below 0, where no trajectory is
         [-1 - i if s.trajectory is None else s.trajectory for i, s in enumerate(samples)]
@@ -275,7 +275,7 @@ def _advantage_metrics(
 
 def _response_metrics(samples: Sequence[Known], trained: Sequence[Known]) -> StepMetrics:
     """Of responses as they came, and of what the data masks leave of them."""
-    lengths = [s.trained_tokens for s in samples]
+    lengths = [s.response_tokens for s in samples]
     return [
         Metric("resp/len_mean", Mean(sum(lengths), len(lengths))),
         _number("resp/len_max", max(lengths, default=0)),

@@ -186,7 +186,7 @@ def save(parts: Parts, step: int) -> None:
         models=models,
         hf_files=parts.config.model.hf,
         write_parts=write,
-        num_bytes=num_bytes * parts.parallel.mesh.world_size,
+        num_bytes=num_bytes * parts.parallel.mesh.world_size + parts.source.num_bytes,
     )
     parts.reporter.note(f"checkpoint {path}")
 

@@ -38,7 +38,7 @@ from megarl.config.load import dump_given, dump_resolved
 from megarl.config.schema import Config, ParallelSection
 from megarl.config.training import critic_optimizer_steps, optimizer_steps
 from megarl.data.nodes import Nodes, find_nodes
-from megarl.errors import DataError, RunError
+from megarl.errors import ConfigError, DataError, Problem
 from megarl.experience import Ranks, moving_reference, needs_reference
 from megarl.hostcomm import agree, broadcast_json, gather_and_share
 from megarl.mesh import Mesh
@@ -302,18 +302,17 @@ def _claim(config: Config, rundir: RunDir, stack: ExitStack) -> int | None:
     resume = None
     if rundir.holds_a_run():
         if not config.run.resume:
-            raise RunError(
-                f"{rundir.root} already holds a run; set run.resume=true to go on with it, "
-                "or another run.dir"
-            )
+            found = f"{rundir.root}, which already holds a run"
+            accepted = "another folder, or run.resume=true to go on with that run"
+            raise ConfigError([Problem("run.dir", found, accepted)])
         steps = CheckpointManager.complete_steps(rundir.checkpoints)
         if not steps:
-            raise RunError(
-                f"run.resume is true, but {rundir.checkpoints} holds no complete checkpoint"
-            )
+            found = f"true, but {rundir.checkpoints} holds no complete checkpoint"
+            raise ConfigError([Problem("run.resume", found, "false, and another run.dir")])
         resume = steps[-1]
     elif config.run.resume:
-        raise RunError(f"run.resume is true, but {rundir.root} holds no run")
+        found = f"true, but {rundir.root} holds no run"
+        raise ConfigError([Problem("run.resume", found, "false for a new run")])
     rundir.config.write_text(dump_given(config))
     rundir.resolved_config.write_text(dump_resolved(config))
     return resume

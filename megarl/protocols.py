@@ -189,6 +189,12 @@ class Fleet(Protocol):
         """Inside, nobody is probed: servers pause while weights arrive."""
         ...
 
+    def pushed(self, members: Sequence[Member], version: int) -> None:
+        """To be told inside a hold: they have the weights of this version now, which may be an
+        older one than before.
+        """
+        ...
+
     def trouble(self) -> str | None:
         """Why no server will come any more, if that is so; with what each died of."""
         ...

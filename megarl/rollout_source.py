@@ -32,7 +32,7 @@ from megarl.rollout.collector_restart import RestartingCollector
 from megarl.rollout.control import ServerControl
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
 from megarl.rollout.process import read_key, read_or_make_key
-from megarl.schedule import SCHEDULES, CollectionSettings
+from megarl.schedule import SCHEDULES, CollectionSettings, decisive_settings
 from megarl.servers import Servers
 from megarl.sources import Surroundings, held_here, replayed
 from megarl.sync.broadcast import BroadcastTransport
@@ -54,8 +54,7 @@ class RolloutSource:
         self.key_file = self._key_file()
         self.collector = self._start_collector()
         self.tokenizer = load_tokenizer(config.model.hf, run.actor.spec.eos_ids)
-        assert config.data.prompts is not None, "checked by validate()"
-        self.stream = PromptStream(self._prompts(config.data.prompts), config.run.seed)
+        self.stream = PromptStream(self._training_prompts(), config.run.seed)
         self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
         self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
         self.fleet = self._start_fleet()
@@ -76,7 +75,7 @@ class RolloutSource:
             self.collectors,
             parallel.host,
             self.servers,
-            Books(run.rundir.books if parallel.rank == 0 else None, config.data.samples_per_prompt),
+            Books(run.rundir.books if parallel.rank == 0 else None),
             collection_settings(config),
         )
         self.lengths = LengthCurriculum(config.rollout.stages)
@@ -127,15 +126,20 @@ class RolloutSource:
             state["lengths"] = self.lengths.state()
         return state
 
+    @property
+    def num_bytes(self) -> int:
+        return self.collection.ready_bytes()
+
     def write(self, folder: Path, step: int) -> None:
         self.collection.write_ready(folder, step)
 
     def load_state(self, state: dict[str, Any], folder: Path, step: int) -> None:
         self.stream.load_state(state)
-        if "collection" in state:  # older ones have none
-            self.collection.load_state(state["collection"], folder, step)
         if self.config.rollout.length_stages and "lengths" in state:
             self.lengths.load_state(state["lengths"])
+        self.collection.max_new_tokens = self.lengths.max_new_tokens
+        if "collection" in state:  # older ones have none
+            self.collection.load_state(state["collection"], folder, step)
 
     def finish(self, step: int) -> None:
         self.collection.finish(step)
@@ -151,10 +155,15 @@ class RolloutSource:
         """Collective."""
         return any_rank(self.run.stop.requested, self.parallel.host)
 
-    def _prompts(self, path: Path) -> list[Prompt]:
-        rollout, ev = self.config.rollout, self.config.eval
-        longest = max(rollout.longest_response, ev.max_new_tokens if ev.every else 0)
-        return load_prompts(path, self.tokenizer, rollout.context_length - longest)
+    def _training_prompts(self) -> list[Prompt]:
+        prompts = self.config.data.prompts
+        assert prompts is not None, "checked by validate()"
+        return self._prompts(prompts, self.config.rollout.longest_response)
+
+    def _prompts(self, path: Path, longest: int) -> list[Prompt]:
+        """``longest``: tokens of a response, which have to fit behind each of them."""
+        room = self.config.rollout.context_length - longest
+        return load_prompts(path, self.tokenizer, room)
 
     def _key_file(self) -> Path:
         """There before anybody is started who reads it."""
@@ -179,6 +188,7 @@ class RolloutSource:
             hf=config.model.hf,
             eos_ids=self.run.actor.spec.eos_ids,
             reward=config.data.reward,
+            reward_timeout_s=config.data.reward_timeout_s,
             key_file=self.key_file,
             log_file=rundir.logs / f"collector_{rank}.log",
             partial=rollout.partial,
@@ -300,4 +310,5 @@ def collection_settings(config: Config) -> CollectionSettings:
         over_sampling=rollout.over_sampling,
         max_rounds=sampling.max_rounds if sampling else None,
         tolerant=on_failure(config.on_failure, "servers", os.environ) == "restart",
+        decisive=decisive_settings(config),
     )

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.errors import RunError
+from megarl.errors import LASTING, RunError
 
 _OF_A_RUN = (
     *("config.yaml", "config.resolved.json", "metrics.jsonl", "tensorboard", "report.html"),
@@ -150,6 +150,7 @@ class RunDir:
                 "where": where,
                 "error": type(error).__name__,
                 "message": str(error),
+                "lasting": isinstance(error, LASTING),
                 "traceback": "".join(traceback.format_exception(error)),
             },
         )

@@ -192,14 +192,22 @@ class Servers:
         assert self._version is not None
         with self._held():
             push = self._transport.push(self._version, [self._sink(m) for m in members])
-        for member in members:
-            if (why := push.lost.get(member.name)) is None:
-                continue
-            self._given_up.add((member.name, member.boot))
-            self._gone[member.name] = why
+            for member in members:
+                if (why := push.lost.get(member.name)) is not None:
+                    self._lose(member, why)
             if self._fleet is not None:
-                self._fleet.give_up(member, why)
+                kept = [m for m in members if m.name not in push.lost]
+                self._fleet.pushed(kept, self._version)
         return push
+
+    def _lose(self, member: Member, why: str) -> None:
+        """Inside the hold of the push: paused, with half of the weights, it is never told to go on
+        while collectors may still take an answer from it.
+        """
+        self._given_up.add((member.name, member.boot))
+        self._gone[member.name] = why
+        if self._fleet is not None:
+            self._fleet.give_up(member, why)
 
     def _held(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._fleet is None else self._fleet.hold()

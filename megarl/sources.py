@@ -52,6 +52,11 @@ class Surroundings:
 class Source(Protocol):
     leaves_samples: bool  # in checkpoints: ``write`` writes some
 
+    @property
+    def num_bytes(self) -> int:
+        """That ``write`` writes on all ranks together, at most; the same on every rank."""
+        ...
+
     def start(self, step: int) -> StepMetrics:
         """Before the first step of this process; ``step`` steps are done."""
         ...
@@ -97,6 +102,7 @@ class _Passive:
     """What demonstrations and recordings have in common: nothing follows an update."""
 
     leaves_samples = False
+    num_bytes = 0
 
     def start(self, step: int) -> StepMetrics:
         return []

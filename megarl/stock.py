@@ -5,17 +5,27 @@ rollouts, one of every collector.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megarl.data.exchange import Collected, share_facts
-from megarl.data.recorded import read_samples, recorded_path, write_samples
+from megarl.data.recorded import most_bytes, read_samples, recorded_path, write_samples
 from megarl.errors import DataError
 from megarl.hostcomm import agree
+from megarl.schedule import CollectionSettings
 from megarl.types import GroupRequest, Prompt, Sample, Sampling
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a checkpoint had of groups that had not ended."""
+
+    out: list[GroupRequest]  # nobody samples them yet
+    expired: dict[str, list[int]]  # serials by the reason
+    changed: dict[str, str]  # decisive settings with other values now -> what became of which
 
 
 @dataclass
@@ -56,13 +66,20 @@ class Stock:
 
     # ---- in checkpoints ----------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self, decisive: Mapping[str, Any]) -> dict[str, Any]:
+        """``decisive``: the settings that decided what these groups are, by name."""
         return {
+            "decisive": dict(decisive),
             "serial": self.serial,
             "out": [_plain(request) for request in self.out.values()],
             "ready": sorted(self.ready),
             "came": sorted(self.came),
         }
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what ``write_ready`` writes, all together, at most."""
+        return most_bytes([c.facts for group in self.ready.values() for c in group])
 
     def write_ready(
         self, folder: Path, step: int, collectors: Sequence[int], host: dist.ProcessGroup
@@ -85,11 +102,15 @@ class Stock:
         folder: Path,
         step: int,
         prompts: Mapping[str, Prompt],
+        settings: CollectionSettings,
+        sampling: Sampling,
         collectors: Sequence[int],
         host: dist.ProcessGroup,
-    ) -> list[GroupRequest]:
-        """What ``state`` and ``write_ready`` kept, whatever collectors there are now. Returns the
-        groups that were out: nobody samples them yet. Collective over ``host``. Raises DataError.
+    ) -> Left:
+        """What ``state`` and ``write_ready`` kept, whatever collectors there are now, without the
+        groups that are not as ``settings`` want them. Where these changed what a sample is, the
+        groups that were out are to be sampled anew by ``sampling``. Collective over ``host``.
+        Raises DataError.
         """
         error: Exception | None = None
         mine: list[Sample] = []
@@ -104,7 +125,28 @@ class Stock:
         self.serial = int(state["serial"])
         self.arrive(share_facts(mine, collectors, rank, host))
         self.came = {int(serial) for serial in state["came"]}
-        return [_request(plain, prompts) for plain in state["out"]]
+        out = [_request(plain, prompts) for plain in state["out"]]
+        now = settings.decisive
+        changed = _changes(state.get("decisive", now), now)  # older ones have none
+        if changed:
+            out = [replace(request, sampling=sampling) for request in out]
+        size, expired = settings.samples_per_prompt, dict[str, list[int]]()
+        other = [serial for serial, group in self.ready.items() if len(group) != size]
+        if resized := [*other, *(r.serial for r in out if len(r.seeds) != size)]:
+            expired["data.samples_per_prompt has changed"] = resized
+        self.drop(other)
+        if changed and self.ready:
+            expired[", ".join(changed.values())] = sorted(self.ready)
+            self.drop(list(self.ready))
+        return Left([r for r in out if len(r.seeds) == size], expired, changed)
+
+
+def _changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{name} was {was.get(name)}, is {value}"
+        for name, value in now.items()
+        if was.get(name) != value
+    }
 
 
 def _parts(folder: Path, step: int) -> list[Path]:

@@ -6,6 +6,7 @@ Checks the whole configuration before anything is started, joins the job, and ha
 RUN`` reads them) and a non-zero exit.
 """
 
+import contextlib
 import datetime
 import logging
 import os
@@ -50,13 +51,16 @@ def main(arguments: list[str] | None = None) -> int:
     """The exit code: 0 done, 2 wrong configuration or installation, 1 any other error, 128 + signal
     when stopped before the end.
     """
-    job = job_from_environment()
+    job, config = job_from_environment(), None
     try:
         config = load_config(*split_arguments(sys.argv[1:] if arguments is None else arguments))
         check(config, job)
     except (ConfigError, InstallError) as e:
         if job.rank == 0:
             print(f"megarl: {e}", file=sys.stderr, flush=True)
+        if config is not None and config.run.dir.is_dir():  # a launcher has made it, and reads it
+            with contextlib.suppress(OSError):
+                RunDir(config.run.dir, job.launch).record_error(job.rank, "start", e)
         return 2
     rundir = RunDir(config.run.dir, job.launch)
     stop = StopRequest(config.run.stop_grace_s)

@@ -1,11 +1,13 @@
 """Books in which a group is missing, or twice, are refused."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megarl.books import EXPIRED, TRAINED, Books, main, read_books
 from megarl.errors import DataError
+from megarl.types import Max
 
 GOOD = [
     '{"step": 1, "event": "issued", "groups": {"0": "a", "1": "b"}, "samples": 2}',
@@ -36,18 +38,27 @@ def test_books_that_do_not_balance_are_refused(tmp_path: Path, line: str, what: 
 def test_what_is_written_is_what_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    books, silent = Books(tmp_path / "books.jsonl", 4), Books(None, 4)
+    books, silent = Books(tmp_path / "books.jsonl"), Books(None)
     for one in (books, silent):
-        one.issue(1, {0: "a", 1: "b", 2: "a"})
+        one.issue(1, {0: "a", 1: "b", 2: "a"}, 4)
         one.end(1, TRAINED, [1, 0])
         one.end(1, EXPIRED, [])
-    assert books.counts == silent.counts == {"issued": 3, "trained": 2}
+    assert books.counts == silent.counts == {"issued": 12, "trained": 8}
     assert main([str(tmp_path)]) == 1
     assert "3 groups (12 samples) issued: 2 trained, 0 filtered" in capsys.readouterr().out
     saved = books.state()
     books.end(2, EXPIRED, [2], "too old")
     assert main([str(tmp_path)]) == 0
-    again = Books(tmp_path / "books.jsonl", 4)
-    again.load_state(saved)
-    assert again.counts == {"issued": 3, "trained": 2}
+    again = Books(tmp_path / "books.jsonl")
+    again.load_state(json.loads(json.dumps(saved)))
+    assert again.counts == {"issued": 12, "trained": 8}
     assert read_books(tmp_path / "books.jsonl").out == (2,)
+    # groups have another size now; the one that was out keeps its own
+    again.issue(2, {3: "c"}, 7)
+    again.end(2, EXPIRED, [2])
+    again.end(2, TRAINED, [3])
+    told = {m.name: m.value for m in again.metrics()}
+    assert told["books/issued"] == Max(12 + 7) and told["books/trained"] == Max(8 + 7)
+    assert told["books/expired"] == Max(4) and told["books/failed"] == Max(0)
+    with pytest.raises(KeyError):
+        again.end(2, TRAINED, [3])

@@ -12,6 +12,15 @@ import pytest
 import yaml
 
 from megarl import cli, cli_servers
+from megarl.errors import (
+    ConfigError,
+    DataError,
+    InstallError,
+    Problem,
+    RunError,
+    ServerError,
+    UnfitServerError,
+)
 from megarl.monitor.samples import SampleText, write_samples
 from megarl.rundir import RunDir, write_json
 from tests.conftest import Megarl
@@ -286,7 +295,7 @@ def test_a_failed_run_goes_on_from_its_checkpoint_or_anew(megarl: Megarl, tmp_pa
     assert (code, out) == (0, "") and str(run.root / "attempts" / "1") in err
     assert not run.holds_a_run()
     assert {p.name for p in run.root.iterdir()} == {
-        *("attempts", "logs", "server.key", "server_a-0.json")
+        *("attempts", "logs", "run.lock", "server.key", "server_a-0.json")
     }
     assert {p.name for p in (run.root / "attempts" / "1").iterdir()} == {
         *("config.yaml", "metrics.jsonl", "checkpoints")
@@ -296,3 +305,39 @@ def test_a_failed_run_goes_on_from_its_checkpoint_or_anew(megarl: Megarl, tmp_pa
     (run.checkpoints / "step_3").mkdir(parents=True)
     (run.checkpoints / "step_3" / "loop.json").write_text("{}")
     assert megarl("go-on", str(run.root))[:2] == (0, "run.resume=true\n")
+
+
+@pytest.mark.parametrize(
+    "error, mended",
+    [
+        (ConfigError([Problem("a", "b", "c")]), False),
+        (DataError("step_3 is damaged"), False),
+        (InstallError("two packages of one name"), False),
+        (UnfitServerError("the server is sglang 0.1"), False),
+        (ServerError("server 0 died: signal SIGKILL"), True),
+        (RunError("the collector process ended"), True),
+        (MemoryError(), True),
+        (OSError(28, "No space left on device"), True),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_run_goes_on_only_after_what_a_restart_mends(
+    megarl: Megarl, tmp_path: Path, error: Exception, mended: bool
+) -> None:
+    run = RunDir(tmp_path / "run", "monday-r1")
+    run.record_error(0, "step 3", RunError("reading failed on rank 1: x"))  # an echo
+    run.record_error(1, "step 3", error)
+    run.metrics.write_text("")
+    assert megarl("go-on", str(run.root), "--launch", "monday")[0] == 0  # another start's
+    run.metrics.write_text("")
+    code, out, err = megarl("go-on", str(run.root), "--launch", "monday-r1")
+    assert (code, out) == (0 if mended else 1, "") and type(error).__name__ in err
+    assert run.metrics.exists() is not mended  # set aside
+
+
+def test_a_run_that_lives_is_not_set_aside(megarl: Megarl, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with run.lock():
+        run.metrics.write_text("")
+        code, out, err = megarl("go-on", str(run.root))
+    assert (code, out) == (1, "") and "is in use by" in err and run.metrics.exists()

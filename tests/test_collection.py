@@ -16,6 +16,7 @@ from tests.helpers.collecting import (
     SOME,
     Run,
     answers,
+    of_three,
     runner,
     serials,
 )
@@ -47,7 +48,7 @@ def test_a_step_is_one_round_whoever_collects(run: Run, collectors: list[int]) -
         mine = [4 * n + k * share + i for n in (0, 1) for i in range(share)]
         expected = [(s, ORDER[s], s // 4 + 1, 10 * (s // 4 + 1)) for s in mine]
         assert found["issued"][rank] == expected
-    assert found["counts"] == {"issued": 8, "trained": 8}
+    assert found["counts"] == of_three(issued=8, trained=8)
 
 
 @pytest.mark.dist
@@ -85,7 +86,7 @@ def test_rounds_go_on_until_enough_teach_and_what_is_too_much_serves_the_next_st
     assert first["metrics"]["staleness/max"] == (0,)
     assert second["metrics"]["staleness/mean"] == (3 * 4, 12 * 4)
     assert second["metrics"]["staleness/tokens_1"] == (12, 48)
-    assert found["counts"] == {"issued": 11, "trained": 8, "filtered": 3}
+    assert found["counts"] == of_three(issued=11, trained=8, filtered=3)
 
 
 @pytest.mark.dist
@@ -97,8 +98,8 @@ def test_nothing_that_is_ready_is_ever_thrown_away(run: Run, need: int, ready: i
     trained = [serial for step in found["steps"] for serial in serials(step)]
     assert serials(found["steps"][0]) == list(range(need))
     assert trained == list(range(3 * need))
-    assert found["counts"]["trained"] == 3 * need
-    assert found["counts"]["issued"] == len(found["issued"][0])
+    assert found["counts"]["trained"] == 3 * 3 * need
+    assert found["counts"]["issued"] == 3 * len(found["issued"][0])
     assert "expired" not in found["counts"]
 
 
@@ -116,7 +117,7 @@ def test_missing_groups_are_filled_with_the_earliest_uninformative_ones(run: Run
     (step,) = found["steps"]
     assert serials(step) == [0, 1, 2, 5]
     assert step["metrics"]["filter/informative_share"] == (2, 8)
-    assert found["counts"] == {"issued": 8, "trained": 4, "filtered": 4}
+    assert found["counts"] == of_three(issued=8, trained=4, filtered=4)
 
 
 @pytest.mark.dist
@@ -125,7 +126,7 @@ def test_over_sampling_takes_what_ends_first_and_the_rest_goes_on_later(run: Run
     found = run(over_sampling=1.5, count=3, delays=slow, max_staleness=5, ends=False)
     assert [serials(s) for s in found["steps"]] == [[0, 2, 3, 5], [1, 6, 7, 8], [9, 10, 11, 12]]
     assert found["recalls"][0] == 3
-    assert found["counts"] == {"issued": 6 + 3 + 5, "trained": 12}
+    assert found["counts"] == of_three(issued=6 + 3 + 5, trained=12)
 
 
 @pytest.mark.dist
@@ -144,7 +145,7 @@ def test_strictly_on_policy_what_is_left_expires(run: Run) -> None:
     pattern = [SOME] * 12
     kept = run(answers=answers(*pattern), over_sampling=1.5, count=2, max_staleness=0)
     assert [serials(s) for s in kept["steps"]] == [[0, 1, 2, 3], [6, 7, 8, 9]]
-    assert kept["counts"] == {"issued": 12, "trained": 8, "expired": 4}
+    assert kept["counts"] == of_three(issued=12, trained=8, expired=4)
 
 
 # --- ahead ----------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def test_one_step_off_is_sampled_whole_by_the_weights_of_the_step_before(run: Ru
     assert [serials(s) for s in found["steps"]] == [list(range(4 * n, 4 * n + 4)) for n in range(4)]
     assert [set(s["versions"]) for s in found["steps"]] == [{0}, {0}, {1}, {2}]
     assert [s["metrics"]["staleness/max"] for s in found["steps"]] == [(0,), (1,), (1,), (1,)]
-    assert found["counts"] == {"issued": 16, "trained": 16}  # none for a fifth step
+    assert found["counts"] == of_three(issued=16, trained=16)  # none for a fifth step
     limits = {(step, limit) for _, _, step, limit in found["issued"][0]}
     assert limits == {(n, 10 * n) for n in (1, 2, 3, 4)}  # those of the steps that train them
     assert found["recalls"] == [0, 0]
@@ -190,7 +191,7 @@ def test_asynchronous_sampling_never_waits_and_is_never_staler_than_the_bound(
     balance = read_books(tmp_path / "books.jsonl")
     assert balance.balanced
     assert len(balance.ended["trained"]) == 27
-    assert found["counts"]["issued"] == sum(len(v) for v in balance.ended.values())
+    assert found["counts"]["issued"] == 3 * sum(len(v) for v in balance.ended.values())
 
 
 @pytest.mark.dist
@@ -246,7 +247,21 @@ def test_where_nothing_works_the_run_ends_after_as_many_failures_as_a_step_has_g
 ) -> None:
     found = run(answers=dict.fromkeys(ORDER, "HTTP 500"), tolerant=True)
     assert "5 groups failed in one step, the last: prompt" in found["error"][1]
-    assert found["counts"]["failed"] == 5
+    assert found["counts"]["failed"] == 3 * 5
+
+
+@pytest.mark.dist
+def test_a_reward_that_does_not_end_costs_its_group_where_servers_may_not_fail(
+    run: Run, tmp_path: Path
+) -> None:
+    late = "data.reward=r took longer than 1 s (data.reward_timeout_s) on sample p/0"
+    found = run([0, 1], answers=EVEN | {ORDER[1]: late}, count=2)
+    assert [serials(step) for step in found["steps"]] == [[0, 2, 3, 4], [5, 6, 7, 8]]
+    assert found["counts"] == of_three(issued=9, trained=8, failed=1)
+    assert late in (tmp_path / "books.jsonl").read_text()
+    found = run(answers=dict.fromkeys(ORDER, late), folder=str(tmp_path / "never"))
+    assert "5 groups failed in one step, the last: prompt" in found["error"][1]
+    assert f"was not scored: {late}" in found["error"][1]
 
 
 # --- rewards' components --------------------------------------------------------------------------

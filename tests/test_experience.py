@@ -20,7 +20,7 @@ from megarl.config.policies import ReinforcePolicy
 from megarl.experience import make_plan, moving_reference, split_by_group, trained_samples
 from megarl.mesh import Mesh
 from megarl.monitor.metrics import reduce_metrics
-from megarl.types import Coefficients, LossInputs, PackedBatch, Sample
+from megarl.types import Coefficients, LossInputs, PackedBatch, Sample, VersionSpan
 from tests.helpers.plans import Completed, completed, config_of, rows_of
 from tests.helpers.samples import random_samples
 
@@ -299,6 +299,25 @@ def test_a_trajectorys_length_penalty_is_that_of_all_its_samples() -> None:
     other = scored([1.0], [0])
     settings = {"advantage": {"name": "dr_grpo"}, "overlong": {"l_max": 8, "l_cache": 4}}
     assert advantages([*episode, *other], settings)[0] == [-0.25, -0.25, -0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "trained", "penalty"), [(40, 5, -1.0), (30, 1, -0.5), (25, 25, -0.25), (20, 2, 0.0)]
+)
+def test_long_responses_are_punished_whatever_of_them_is_trained(
+    sampled: int, trained: int, penalty: float
+) -> None:
+    """Of ``sampled`` tokens the last ``trained`` are of the weights that are masked to; of the
+    other sample's 10 all are. The penalty begins beyond 20 tokens and is whole at 40.
+    """
+    spans = (VersionSpan(3, 0, sampled - trained), VersionSpan(4, sampled - trained, sampled))
+    long = sample(0, 2, [0] * (sampled - trained) + [1] * trained)
+    pair = [replace(long, version_spans=spans), replace(sample(0, 2, [1] * 10), index=1)]
+    overlong = {"l_max": 40, "l_cache": 20}
+    settings = {"advantage": {"name": "dr_grpo"}, "overlong": overlong}
+    found, metrics = advantages(pair, settings)  # minus the mean of the two
+    assert found == [penalty / 2, -penalty / 2]
+    assert metrics["resp/len_max"] == sampled and metrics["resp/len_mean"] == (sampled + 10) / 2
 
 
 def test_a_batch_without_a_group_of_two_warns(caplog: pytest.LogCaptureFixture) -> None:

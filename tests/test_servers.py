@@ -123,6 +123,10 @@ def test_a_server_lost_to_a_push_is_given_up_and_withdrawn_until_it_has_been_res
         lost = [(member("a1"), "it hung"), (member("a2"), "it hung")]
         lost += [(member("a3"), "x"), (member("b1"), "y")]
         assert gone == (lost if rank == 0 else [])
+        held = [e[1:] for _, happened in events for e in happened if e[0] == "pushed"]
+        whole = [("a1", "b1"), ("b1",), ("b1",), (), ("a3",), ()]
+        named = [(members(*names), v) for names, v in zip(whole, [1, 2, 3, 3, 3, 4], strict=True)]
+        assert held == (named if rank == 0 else [])
         if rank in COLLECTING:
             heard = [said for act in range(len(events)) for said in told(events, act)]
             one, both = members("b1"), members("a3", "b1")

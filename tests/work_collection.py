@@ -45,6 +45,7 @@ class Scripted:
         self.answers, self.delays, self.names, self.keeps = answers, delays, names, keeps
         self.reward_names: tuple[str, ...] = ()
         self.issued: list[tuple[int, str, int, int]] = []
+        self.temperatures: dict[int, float] = {}
         self.out: list[tuple[GroupRequest, int]] = []  # with the version it began under
         self.age: dict[int, int] = {}
         self.version, self.recalled, self.recalls, self.most = 0, False, 0, 0
@@ -53,6 +54,7 @@ class Scripted:
     def issue(self, requests: Sequence[GroupRequest]) -> None:
         for r in requests:
             self.issued.append((r.serial, r.prompt.id, r.step, r.sampling.max_new_tokens))
+            self.temperatures[r.serial] = r.sampling.temperature
         self.out += [(r, self.version) for r in requests]
         self.most = max(self.most, len(self.out))
 
@@ -85,7 +87,8 @@ class Scripted:
     def _outcome(self, request: GroupRequest, began: int) -> GroupOutcome:
         answer = self.answers[request.prompt.id]
         if isinstance(answer, str):
-            return GroupOutcome(request.serial, failed=answer)
+            unscored = answer.startswith("data.reward")
+            return GroupOutcome(request.serial, failed=answer, unscored=unscored)
         samples = tuple(
             self._sample(request, i, answer[i], began) for i in range(len(request.seeds))
         )
@@ -157,19 +160,22 @@ class Script:
     stops_in: int | None = None
     stops_after: int | None = None
     server_dies: bool = False
+    temperature: float = 1.0
+    decisive: Mapping[str, Any] = field(default_factory=dict)
 
     def settings(self) -> CollectionSettings:
         return CollectionSettings(
             prompts_per_step=self.per_step,
             samples_per_prompt=self.samples,
             steps=self.total or self.count,
-            temperature=1.0,
+            temperature=self.temperature,
             seed=5,
             schedule=SCHEDULES[self.schedule],
             max_staleness=self.max_staleness,
             over_sampling=self.over_sampling,
             max_rounds=self.max_rounds,
             tolerant=self.tolerant,
+            decisive=self.decisive,
         )
 
 
@@ -183,7 +189,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
     stream = PromptStream(script.prompts, seed=0)
     folder = Path(script.folder)
     folder.mkdir(exist_ok=True)
-    books = Books(folder / "books.jsonl" if rank == 0 else None, SAMPLES)
+    books = Books(folder / "books.jsonl" if rank == 0 else None)
     servers = Steady(dies=script.server_dies)
     about = (dist.group.WORLD, servers, books, script.settings())
     collection = Collection(stream, collector, script.collectors, *about)
@@ -192,6 +198,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
         if collector is not None:
             collector.version = script.first - 1
         stream.load_state(saved["stream"])
+        collection.max_new_tokens = 10 * script.first
         collection.load_state(saved["collection"], folder / "ready", script.first - 1)
     taken, error = [], None
     step = script.first - 1
@@ -217,6 +224,7 @@ def steps(rank: int, **arguments: Any) -> dict[str, Any]:
         "stream": stream.state(),
         "names": collection.reward_names,
         "issued": collector.issued if collector else [],
+        "temperatures": collector.temperatures if collector else {},
         "recalls": collector.recalls if collector else 0,
         "most": collector.most if collector else 0,
         "counts": dict(books.counts),

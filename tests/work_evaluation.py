@@ -59,7 +59,7 @@ def evaluated(
     prompts = [Prompt("p", (1, 2), {})]
     assert dist.group.WORLD is not None
     config = Config.model_validate(SECTIONS)
-    evaluations = Evaluations(config, rank, dist.group.WORLD, lambda path: prompts)
+    evaluations = Evaluations(config, rank, dist.group.WORLD, lambda path, longest: prompts)
     asking: Any = stage.collector
     start = time.monotonic()
     found: Any

@@ -43,7 +43,12 @@ class ToldFleet:
         self.log.append(("suspect", member, reason))
 
     def give_up(self, member: Member, reason: str) -> None:
+        assert self.held  # it must not go on before collectors have left it
         self.log.append(("give up", member, reason))
+
+    def pushed(self, members: Sequence[Member], version: int) -> None:
+        assert self.held
+        self.log.append(("pushed", list(members), version))
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

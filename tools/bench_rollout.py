@@ -169,13 +169,14 @@ class Run:
                 routing=load.routing,
             )
         )
-        os.sched_setaffinity(self.collector.pid, {core})
         self.collector.serve_from([Member("server 0", f"http://127.0.0.1:{port}", "1")])
         self.serial = self.done = 0
         self.prompt = Prompt("p", tuple(range(10, 10 + PROMPT)), {"answer": "8"})
-        self.collector.recall()  # it is ready, and all threads of it are on the core
-        for task in Path(f"/proc/{self.collector.pid}/task").iterdir():
-            os.sched_setaffinity(int(task.name), {core})
+        self.collector.recall()  # it is ready; all threads of it and of its rewards on the core
+        self.processes = family(self.collector.pid)
+        for pid in self.processes:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {core})
         self.collector.resume()
 
     def for_seconds(self, seconds: float) -> dict[str, float]:
@@ -211,8 +212,9 @@ class Run:
         self.serial += count
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.collector.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        stats = [Path(f"/proc/{p}/stat").read_text().rpartition(")")[2] for p in self.processes]
+        ticks = [int(ticks) for stat in stats for ticks in stat.split()[11:13]]
+        return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
     def resident_mb(self) -> float:
         status = Path(f"/proc/{self.collector.pid}/status").read_text()
@@ -222,6 +224,18 @@ class Run:
         self.collector.close()
         self.server.kill()
         self.server.join()
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants."""
+    parents = {
+        int(path.parent.name): int(path.read_text().rpartition(")")[2].split()[1])
+        for path in Path("/proc").glob("[0-9]*/stat")
+    }
+    found = [pid]
+    for of in found:
+        found += [child for child, parent in parents.items() if parent == of]
+    return found
 
 
 def measure(load: Load, folder: Path, core: int, seconds: float) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def made_up_facts(
             index=i % per_prompt,
             length=n,
             trained_tokens=max(n - PROMPT, 1),
+            response_tokens=max(n - PROMPT, 1),
             rewards=np.array([i % 3 == 0, 0.25], np.float32),
             correct=i % 3 == 0,
             truncated=n == longest,

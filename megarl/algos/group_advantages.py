@@ -49,7 +49,7 @@ class Outcomes:
 
     rewards: Floats  # [N]
     groups: NDArray[np.int64]  # [N]
-    lengths: NDArray[np.int64]  # [N] trained tokens
+    lengths: NDArray[np.int64]  # [N] tokens that were sampled, trained or not
     truncated: Bools  # [N]
     trajectories: NDArray[np.int64] | None = None  # [N]; None: every sample is one of its own
 
@@ -240,9 +240,9 @@ def _grpo_loo(section: GrpoLooAdvantage, of: _Compared, batch: _Batch) -> Floats
 
 def _opo(section: OpoAdvantage, of: _Compared, batch: _Batch) -> Floats:
     total = of.sums(of.lengths.astype(np.float64))
-    trained = total > 0  # else nothing of this group is, and the plain mean takes its place
-    weighted = of.sums(of.lengths * of.rewards) / np.where(trained, total, 1.0)
-    return np.where(trained, of.rewards - weighted, of.centred)
+    said = total > 0  # else nothing of this group is trained, and the plain mean takes its place
+    weighted = of.sums(of.lengths * of.rewards) / np.where(said, total, 1.0)
+    return np.where(said, of.rewards - weighted, of.centred)
 
 
 def _gpg(section: GpgAdvantage, of: _Compared, batch: _Batch) -> Floats:

@@ -91,12 +91,12 @@ class RolloutSection(Section):
     end first; the others serve later steps.
     """
     partial: Literal["continue", "restart", "discard"] = "continue"
-    """What becomes of a response that is stopped half-way: goes on from its last token under the
-    weights there are then, starts anew from its prompt, or is discarded with its group (and
-    counted).
+    """What becomes of a response that is stopped half-way, as with ``over_sampling`` or
+    ``pause_mode`` abort: goes on from its last token under the weights there are then, starts anew
+    from its prompt, or is discarded with its group (and counted).
     """
     mask_continued: bool = False
-    """Of a continued response train only the tokens that the last weights sampled."""
+    """Of a response that several weights sampled train only the last ones' tokens."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     """What servers do with running requests while weights arrive. retract: keep the tokens, compute
     their keys and values anew; in_place: keep keys and values of the old weights; abort: give back
@@ -107,13 +107,17 @@ class RolloutSection(Section):
     max_attempts: Positive = 5
     """Times that a group is asked for while servers fail it; then it has failed, and is counted."""
     max_in_flight: Positive | None = None
-    """Sequences that one collector has at one server at a time; null: as many as there are."""
+    """Sequences that one collector has at one server at a time, or at all that are behind a router;
+    null: as many as there are.
+    """
     port: NonNegative = 0
     """Of the first managed server, the others follow; 0 lets the system choose."""
     max_running: Positive = 256
     """Managed embedded server: sequences decoded together."""
     context_length: Positive = 64
-    """Managed server: prompt + response tokens of the longest sequence."""
+    """Prompt + response tokens of the longest sequence. Managed servers are started for so many;
+    others have to take as many.
+    """
     fixed_shape: bool = True
     """Managed embedded server: always compute full batches, so that a sample's bits do not depend
     on its neighbours.
@@ -154,6 +158,26 @@ def staleness_bound(rollout: RolloutSection) -> int:
     return usual[rollout.schedule] if rollout.max_staleness is None else rollout.max_staleness
 
 
+def stops_half_way(rollout: RolloutSection) -> bool:
+    """Whether responses are stopped before they end: recalled when a step has enough, or given back
+    when weights arrive.
+    """
+    if rollout.schedule == "asynchronous":
+        return rollout.pause_mode == "abort"
+    return rollout.over_sampling > 1
+
+
+def spans_versions(rollout: RolloutSection) -> bool:
+    """Whether a response that is trained may have been sampled by several weights."""
+    if stops_half_way(rollout):
+        goes_on = rollout.partial == "continue"
+    else:
+        goes_on = rollout.schedule == "asynchronous"
+    # versions that its first token is behind when it is trained, a step after that which it is of
+    behind = {"synchronous": 1, "one_step_off": 2, "asynchronous": 1}[rollout.schedule]
+    return goes_on and staleness_bound(rollout) >= behind
+
+
 class OnFailureSection(Section):
     """Null: restart inside a Slurm allocation, stop elsewhere."""
 
@@ -165,6 +189,8 @@ class OnFailureSection(Section):
     collectors: Choice | None = None
     """The process that collects the rollouts of a node. restart: its groups are sampled again."""
     trainer: Choice | None = None
-    """Trainer ranks. restart: all of them start again from the newest checkpoint; servers stay."""
+    """Trainer ranks. restart: all of them start again from the newest checkpoint, after a pause
+    that grows; servers stay. Wrong settings and damaged data end the run all the same.
+    """
     max_restarts: NonNegative = 8
     """Of each server, each collector and the trainer, in one start of the run; then it stops."""

@@ -36,6 +36,8 @@ def rollout_problems(config: Config, hf: Mapping[str, Any]) -> Iterator[Problem]
     yield from _parallel(config.rollout, hf)
     yield from _served_otherwise(config, hf)
     yield from _staleness(config.rollout)
+    yield from _in_flight(config)
+    yield from _replayed(config)
     yield from _deterministic(config.rollout)
     yield from _failures(config)
 
@@ -129,6 +131,36 @@ def _staleness(rollout: RolloutSection) -> Iterator[Problem]:
         yield Problem("rollout.request_timeout_s", found, accepted)
 
 
+def _in_flight(config: Config) -> Iterator[Problem]:
+    """All samples of a prompt are asked of one server together."""
+    most = config.rollout.max_in_flight
+    if most is None:
+        return
+    wanted = {"data.samples_per_prompt": config.data.samples_per_prompt}
+    for i, chosen in enumerate(config.eval.sets):
+        wanted[f"eval.sets[{i}].samples_per_prompt"] = chosen.samples_per_prompt
+    for key, samples in wanted.items():
+        if most < samples:
+            accepted = f"at least {key} = {samples}, which are asked of a server together"
+            yield Problem("rollout.max_in_flight", str(most), accepted)
+
+
+def _replayed(config: Config) -> Iterator[Problem]:
+    """SGLang reads experts when a response has ended, after the prefix was computed anew."""
+    rollout = config.rollout
+    embedded = rollout.engine == "embedded" and not rollout.urls and not rollout.discover
+    if embedded or config.moe.routing_replay != "rollout" or rollout.schedule != "asynchronous":
+        return
+    if rollout.pause_mode == "retract":
+        accepted = (
+            "in_place or abort: with retract SGLang tells, of tokens that were sampled before "
+            "weights arrived, the experts that the new weights choose; or another "
+            "moe.routing_replay"
+        )
+        found = "retract with moe.routing_replay=rollout"
+        yield Problem("rollout.pause_mode", found, accepted)
+
+
 def _deterministic(rollout: RolloutSection) -> Iterator[Problem]:
     """What lets a run depend on what ends first, or on what is computed together."""
     if not rollout.deterministic:
@@ -136,16 +168,13 @@ def _deterministic(rollout: RolloutSection) -> Iterator[Problem]:
     wanted = (
         ("engine", rollout.engine, ("embedded",), "SGLang's bits depend on what it batches"),
         ("urls", rollout.urls, ((),), "how named servers compute is not known here"),
+        ("discover", rollout.discover, (False,), "nor how discovered ones do"),
         ("fixed_shape", rollout.fixed_shape, (True,), "bits would depend on what is batched"),
         (
             *("schedule", rollout.schedule, ("synchronous", "one_step_off")),
             "a sample's versions would depend on when it is sampled",
         ),
         ("over_sampling", rollout.over_sampling, (1.0,), "a step would take what ends first"),
-        (
-            *("partial", rollout.partial, ("restart",)),
-            "what a response has when it is stopped depends on when that is",
-        ),
     )
     for name, found, accepted, reason in wanted:
         if found not in accepted:

@@ -181,6 +181,9 @@ class DataSection(Section):
     """train_only: a folder of recorded rollouts (``rollouts/`` of an earlier run)."""
     reward: str = "exact_match"
     """exact_match, reasoning_gym:DATASET, or import:package.module:function (docs/rewards.md)."""
+    reward_timeout_s: Seconds = 60.0
+    """Deadline of the reward of one response; then its process is killed and the group has failed.
+    """
     prompts_per_step: Positive = 32
     """rl: prompts sampled a step. sft: demonstrations a step."""
     samples_per_prompt: Positive = 8

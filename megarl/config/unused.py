@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from megarl.config.fields import field_of, given_keys
 from megarl.config.fp8 import Fp8Section
+from megarl.config.rollout import spans_versions, stops_half_way
 from megarl.config.schema import Config
 from megarl.errors import Problem
 
@@ -65,7 +66,7 @@ RULES = (
         lambda c, _: c.run.mode == "sft",
         (
             *("data.prompts", "data.heldout", "data.recorded", "data.reward"),
-            *("data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
+            *("data.reward_timeout_s", "data.samples_per_prompt", "rollout.*", "sync.*", "eval.*"),
             *("on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
@@ -92,7 +93,7 @@ RULES = (
         lambda c, _: c.run.mode == "train_only",
         (
             *("data.prompts", "data.heldout", "data.demonstrations", "data.reward"),
-            *("data.prompts_per_step", "data.samples_per_prompt"),
+            *("data.reward_timeout_s", "data.prompts_per_step", "data.samples_per_prompt"),
             *("rollout.*", "sync.*", "eval.*", "on_failure.servers", "on_failure.collectors"),
             *("monitor.samples_per_step", "monitor.record_rollouts"),
         ),
@@ -144,10 +145,17 @@ RULES = (
         "leave it out, or rollout.schedule=asynchronous",
     ),
     Rule(
-        lambda c, _: c.run.mode == "rl" and c.rollout.partial != "continue",
+        lambda c, _: c.run.mode == "rl" and not stops_half_way(c.rollout),
+        ("rollout.partial",),
+        "no response is stopped half-way: that takes rollout.over_sampling above 1 or, with "
+        "rollout.schedule=asynchronous, rollout.pause_mode=abort",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and not spans_versions(c.rollout),
         ("rollout.mask_continued",),
-        "no response is continued, unless rollout.partial=continue",
-        "leave it out, or rollout.partial=continue",
+        "no response of several weights is trained: that takes rollout.schedule=asynchronous or "
+        "rollout.over_sampling above 1, rollout.partial=continue where they are stopped half-way, "
+        "and a rollout.max_staleness that keeps them",
     ),
     Rule(
         lambda c, _: c.run.mode == "rl" and not _surplus(c) and c.rollout.max_staleness != 0,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megarl.errors import DataError
 from megarl.ops import routing_codec
-from megarl.types import RoutingShape, Sample, VersionSpan
+from megarl.types import Known, RoutingShape, Sample, VersionSpan
 
 FORMAT = 4
 # That can be read. 1 has no field of _OPTIONAL, before 3 routing was i32, before 4 there were
@@ -35,6 +35,9 @@ _OPTIONAL = {
     "values": np.float32,
     "ref_logprobs": np.float32,
 }
+
+# Numbers of a sample and the header of its routing; names and headers of a file's arrays.
+_SAMPLE_BYTES, _FILE_BYTES = 138, 16384
 
 
 def recorded_path(folder: Path, step: int, part: int = 0, parts: int = 1) -> Path:
@@ -166,6 +169,28 @@ def pack_samples(samples: Sequence[Sample], *, deflate: bool = False) -> dict[st
         lengths = [-1 if part is None else len(part) for part in parts]
         arrays[f"len_{name}"] = np.asarray(lengths, np.int64)
     return arrays
+
+
+def most_bytes(samples: Sequence[Known]) -> int:
+    """What ``write_samples`` makes of them is no larger, however badly routing is packed."""
+    tokens = sum(s.length * (4 + 1 + 4 + 4 * len(s.brings)) for s in samples)
+    routing = sum(map(_routing_bytes, samples))
+    spans = [span for s in samples for span in s.version_spans]
+    text = 4 * len(samples) * max((len(s.prompt_id) for s in samples), default=0)
+    text += 4 * len(spans) * max((len(span.server) for span in spans), default=0)
+    rewards = sum(4 * len(s.rewards) for s in samples)
+    steps = sum(8 * len(s.step_rewards) for s in samples if s.step_rewards is not None)
+    numbers = _SAMPLE_BYTES * len(samples) + 24 * len(spans)
+    return tokens + routing + text + rewards + steps + numbers + (_FILE_BYTES if samples else 0)
+
+
+def _routing_bytes(sample: Known) -> int:
+    if isinstance(sample, Sample):
+        sample = sample.facts
+    if sample.routing is None:
+        return 0
+    layers, topk, dtype = sample.routing
+    return (sample.length - 1) * layers * topk * np.dtype(dtype).itemsize
 
 
 def unpack_samples(arrays: dict[str, NDArray[Any]]) -> list[Sample]:

@@ -40,7 +40,8 @@ _MESSAGE = re.compile(
     re.IGNORECASE,
 )
 # In torchrun's summary of failures.
-_KILLED = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode +: -(?P<signal>\d+) ")
+_ENDED = re.compile(r"rank +: (?P<rank>\d+) \(local_rank: \d+\)\s+exitcode +: (?P<code>-?\d+) ")
+_REFUSED = 2  # of a rank: wrong settings or installation (train.py)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class RankError:
     error: str
     message: str
     traceback: str = ""
+    lasting: bool = False  # what a restart does not mend (errors.LASTING)
 
     @property
     def follows(self) -> bool:
@@ -73,15 +75,43 @@ def first_error(errors: Sequence[RankError]) -> RankError | None:
 
 def killed_ranks(torchrun_logs: Sequence[str]) -> list[str]:
     """A line for every rank that a signal ended, other than torchrun's own SIGTERM to the rest."""
-    found = {
-        (int(m["rank"]), int(m["signal"])) for log in torchrun_logs for m in _KILLED.finditer(log)
-    }
     return [
-        f"rank {rank} was ended by signal {number}"
-        + (" (out of memory? see dmesg)" if number == signal.SIGKILL else "")
-        for rank, number in sorted(found)
-        if number != signal.SIGTERM
+        f"rank {rank} was ended by signal {-code}"
+        + (" (out of memory? see dmesg)" if -code == signal.SIGKILL else "")
+        for rank, code in _exit_codes(torchrun_logs)
+        if code < 0 and -code != signal.SIGTERM
     ]
+
+
+def _exit_codes(torchrun_logs: Sequence[str]) -> list[tuple[int, int]]:
+    """(rank, exit code) of those that failed."""
+    found = (m for log in torchrun_logs for m in _ENDED.finditer(log))
+    return sorted({(int(m["rank"]), int(m["code"])) for m in found})
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a start failed. ``text``: all that a person should read; ``name``: in a word or two."""
+
+    text: str
+    name: str
+    lasting: bool  # a restart would meet it again
+
+
+def cause_of(folder: Path, torchrun_logs: Sequence[str]) -> Cause | None:
+    """By error files and by what torchrun said; None where neither tells of a failure."""
+    errors = read_errors(folder)
+    first = first_error(errors)
+    killed = killed_ranks(torchrun_logs)
+    if killed and (first is None or first.follows):  # whoever is killed cannot say so itself
+        return Cause("\n".join(killed), "a signal", lasting=False)
+    if first is not None:
+        return Cause(message_of(first, errors), first.error, first.lasting)
+    refused = [rank for rank, code in _exit_codes(torchrun_logs) if code == _REFUSED]
+    if refused:  # it could not read which run directory is its own
+        text = f"rank {refused[0]} has refused its settings or its installation"
+        return Cause(text, f"exit code {_REFUSED}", lasting=True)
+    return None
 
 
 def message_of(first: RankError, errors: Sequence[RankError]) -> str:
@@ -110,6 +140,7 @@ def _read(path: Path) -> RankError:
             error=str(value["error"]),
             message=str(value.get("message", "")),
             traceback=str(value.get("traceback", "")),
+            lasting=value.get("lasting") is True,
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         number = int("".join(filter(str.isdigit, path.stem)) or -1)

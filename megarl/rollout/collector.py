@@ -17,10 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from megarl.data.rewards import pad_rewards
 from megarl.errors import MegarlError, RunError, ServerError
 from megarl.rollout.frames import Array, Frame, make_frame, receive_frame, send_frame
 from megarl.rollout.messages import (
@@ -34,13 +33,11 @@ from megarl.rollout.messages import (
 )
 from megarl.rollout.process import child_environment
 from megarl.rollout.seeds import sample_seeds
-from megarl.rollout.statistics import component_metrics, pass_at_k, rollout_metrics
+from megarl.rollout.statistics import evaluation_metrics
 from megarl.types import (
     GroupOutcome,
     GroupRequest,
-    Mean,
     Member,
-    Metric,
     Prompt,
     Sampling,
     StepMetrics,
@@ -152,7 +149,8 @@ class Collector:
         samples_per_prompt: int = 1,
         pass_at: Sequence[int] = (),
     ) -> StepMetrics:
-        """Raises ServerError when a prompt's samples cannot be had, also when no server answers for
+        """Of the prompts that were sampled: those that failed are counted and told of. Raises
+        ServerError when none could be sampled, also when no server answers for
         `request_timeout_s`.
         """
         seeds = sample_seeds(self.settings.seed, 0, prompts, samples_per_prompt)
@@ -161,15 +159,15 @@ class Collector:
             for serial, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
         ]
         outcomes = self._evaluate(requests)
-        names = self.reward_names
-        samples = pad_rewards([s for o in outcomes for s in o.samples], len(names) or 1)
-        metrics = rollout_metrics(samples, area)
-        metrics += component_metrics(samples, names, area)
-        counts = [sum(s.correct for s in outcome.samples) for outcome in outcomes]
-        for k in pass_at:
-            passed = sum(pass_at_k(samples_per_prompt, count, k) for count in counts)
-            metrics.append(Metric(f"{area}/pass@{k}", Mean(passed, len(prompts))))
-        return metrics
+        failed = [o for o in outcomes if o.failed]
+        if failed:
+            last = f"{prompts[failed[-1].serial].id}: {failed[-1].failed}"
+            text = f"{area}: {len(failed)} of {len(prompts)} prompts failed, the last one {last}"
+            if len(failed) == len(prompts):
+                raise ServerError(text)
+            log.warning("%s", text)
+        outcomes.sort(key=lambda o: o.serial)
+        return evaluation_metrics(outcomes, samples_per_prompt, self.reward_names, area, pass_at)
 
     def close(self) -> None:
         """Ends the process, and with it what servers are doing for it."""
@@ -208,21 +206,23 @@ class Collector:
             self._recalled = self._recalled if recalled is None else recalled
             self._progress = time.monotonic()
 
-    @property
-    def _patience_s(self) -> float:
-        """Groups end one after the other, each in bounded time."""
-        return (self.settings.max_attempts + 1) * self.settings.request_timeout_s
+    def _patience_s(self, groups: Iterable[GroupRequest]) -> float:
+        """They end one after the other, each in bounded time."""
+        settings, size = self.settings, max((len(g.seeds) for g in groups), default=0)
+        asking_s = (settings.max_attempts + 1) * settings.request_timeout_s
+        return asking_s + size * settings.reward_timeout_s
 
     def _require_progress(self) -> None:
         busy = self._ready and self._serving and not self._recalled and bool(self._issued)
         seconds = time.monotonic() - self._progress
-        if busy and seconds > self._patience_s:
+        if busy and seconds > self._patience_s(self._issued.values()):
             raise RunError(
                 f"the collector process (pid {self.pid}) ended none of {len(self._issued)} groups "
                 f"for {seconds:.0f} s; see {self.settings.log_file}"
             )
 
     def _evaluate(self, requests: Sequence[GroupRequest]) -> list[GroupOutcome]:
+        """In the order in which they ended."""
         with self._changed:
             self._calls += 1
             call = self._calls
@@ -232,17 +232,14 @@ class Collector:
         self._say({"do": "evaluate", "evaluation": call, "requests": given})
         try:
             self._await_evaluation(call)
-            outcomes = sorted(self._evaluated[call], key=lambda o: o.serial)
+            return self._evaluated[call]
         finally:
             with self._changed:
                 del self._evaluations[call], self._evaluated[call]
-        for outcome, request in zip(outcomes, requests, strict=True):
-            if outcome.failed:
-                raise ServerError(f"evaluation, prompt {request.prompt.id}: {outcome.failed}")
-        return outcomes
 
     def _await_evaluation(self, call: int) -> None:
-        left, patience_s = self._evaluations[call], self._patience_s
+        left = self._evaluations[call]
+        patience_s = self._patience_s(left.values())
         while left:
             count = len(left)
 

@@ -1,8 +1,8 @@
 """The process of a collector: `python -m megarl.rollout.collector_process SOCKET PARENT`.
 
 Three threads beside the event loop, which alone speaks to servers: one reads what the trainer says,
-one scores (text, rewards: they may take long, and run one after the other), one writes. It ends
-when the trainer says so, closes its end of the socket, or is gone.
+one scores (text, rewards: they may take long, and run one after the other, in `reward_process.py`),
+one writes. It ends when the trainer says so, closes its end of the socket, or is gone.
 """
 
 import asyncio
@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
-from megarl.data.rewards import load_reward
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import MegarlError
 from megarl.rollout.client import Answer, Ask, RolloutClient, new_rids
@@ -35,10 +34,11 @@ from megarl.rollout.messages import (
 )
 from megarl.rollout.pool import Pool
 from megarl.rollout.process import follow_parent, read_key
+from megarl.rollout.reward_process import RewardProcess, UnscoredError, keeper
 from megarl.rollout.routed import connect as connect_to
 from megarl.rollout.sampler import Rules, Sampled, sample_group
-from megarl.rollout.scoring import Scorer
-from megarl.types import GroupOutcome, GroupRequest, Member, Sampling
+from megarl.rollout.scoring import Grade, Scorer
+from megarl.types import GroupOutcome, GroupRequest, Member, Sample, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +76,11 @@ class Writer:
 class Work:
     """What the trainer can ask for: one method a message."""
 
-    def __init__(self, settings: CollectorSettings, say: Say) -> None:
+    def __init__(self, settings: CollectorSettings, say: Say, grade: Grade) -> None:
         self._settings, self._say = settings, say
-        key, reward = read_key(settings.key_file), load_reward(settings.reward)
+        key = read_key(settings.key_file)
         tokenizer = load_tokenizer(settings.hf, settings.eos_ids)  # last: that takes seconds
-        self._scorer = Scorer(tokenizer.decode, reward, mask_continued=settings.mask_continued)
+        self._scorer = Scorer(tokenizer.decode, grade, mask_continued=settings.mask_continued)
         self._rules = Rules(
             settings.partial,
             settings.max_attempts,
@@ -159,10 +159,17 @@ class Work:
 
     def _finish(self, request: GroupRequest, sampled: Sampled, evaluation: int | None) -> None:
         """In the scoring thread."""
+        samples, unscored = tuple[Sample, ...](), ""
+        try:
+            samples = self._scorer.samples(request, sampled.completions)
+        except UnscoredError as error:
+            log.error("%s", error)
+            unscored = str(error)
         outcome = GroupOutcome(
             serial=request.serial,
-            samples=self._scorer.samples(request, sampled.completions),
-            failed=sampled.failed,
+            samples=samples,
+            failed=sampled.failed or unscored,
+            unscored=bool(unscored),
             discarded=sampled.discarded,
             attempts=sampled.attempts,
             tokens=sampled.tokens,
@@ -218,21 +225,29 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    follow_parent(int(arguments[1]), lambda: os._exit(1))
+    connection = socket.socket(fileno=int(arguments[0]))
+    with keeper([connection.fileno()]) as rewards:  # first: there are no threads yet
+        follow_parent(int(arguments[1]), lambda: os._exit(1))
+        return collect(connection, rewards)
+
+
+def collect(connection: socket.socket, rewards: socket.socket) -> int:
+    """Until the trainer has had enough; the exit code. `rewards`: of `keeper`."""
     # Who stops a whole job tells all its processes; the trainer ends us when it is done with us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a connection a group in flight
     enough = _FILES if most == resource.RLIM_INFINITY else min(most, _FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (enough, most))
-    connection = socket.socket(fileno=int(arguments[0]))
     first = receive_frame(connection)
     if first is None:
         return 0
     writer = Writer(connection)
     try:
         settings = CollectorSettings.from_json(first[0])
-        work = Work(settings, writer.say)
+        reward = RewardProcess(rewards, settings.reward, settings.reward_timeout_s)
+        work = Work(settings, writer.say, reward.grade)
+        reward.wait_ready()
     except MegarlError as error:
         writer.say({"error": error_to_json(error)})
         writer.finish()

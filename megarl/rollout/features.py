@@ -13,10 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.errors import ServerError
+from megarl.errors import UnfitServerError
 
 EMBEDDED = "megarl-embedded"
 SGLANG = "sglang"
+SGLANG_SPARE = 6
+"""Of its context SGLang 0.5.23 leaves two tokens free, and takes no prompt that reaches into the
+last six: it would end the longest responses early, without a word, and not continue them.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,17 +50,42 @@ ROWS = (
 
 
 def features_of(version: str) -> Features:
-    """Of a server like "sglang 0.5.23" (`Member.version`). Raises ServerError for one that nobody
-    has tried."""
+    """Of a server like "sglang 0.5.23" (`Member.version`). Raises UnfitServerError for one that
+    nobody has tried."""
     engine, _, number = version.partition(" ")
     digits = re.match(r"\d+(\.\d+)*", number)
     found = tuple(map(int, digits[0].split("."))) if digits else ()
     for row in ROWS:
         if row.engine == engine and row.since <= found[:3] <= row.until:
             return row.features
-    raise ServerError(
+    raise UnfitServerError(
         f"the server is {version}; supported: {', '.join(map(str, ROWS))}. Name one of these in "
         "rollout.server_command, or leave rollout.engine at embedded"
+    )
+
+
+def longest_of(info: Mapping[str, Any]) -> int | None:
+    """Tokens of a prompt and a response that a server takes together and whole, out of
+    `/server_info`; None where it does not say. SGLang's `max_req_input_len` is the length from
+    which on a prompt is refused: `SGLANG_SPARE` less than its context, or than the keys and values
+    that it has room for, if these are fewer.
+    """
+    limit, context = info.get("max_req_input_len"), info.get("context_length")
+    if isinstance(limit, int):
+        return limit
+    spare = 0 if info.get("engine") == EMBEDDED else SGLANG_SPARE
+    return context - spare if isinstance(context, int) else None
+
+
+def require_length(longest: int | None, wanted: int) -> None:
+    """Raises UnfitServerError for a server that does not take sequences of `wanted` tokens."""
+    if longest is None or longest >= wanted:
+        return
+    more = f"--context-length {wanted + SGLANG_SPARE} and as many of --max-total-tokens"
+    raise UnfitServerError(
+        f"rollout.context_length: found {wanted}; accepted: at most {longest}, what the server "
+        f"takes of a prompt and its response. Or start it with a longer context (SGLang: {more}; "
+        f"megarl serve: --context-length {wanted})"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megarl.config.rollout import Choice, RolloutSection
 from megarl.config.rollout_rules import server_args_problems
-from megarl.errors import ConfigError, Problem, ServerError
+from megarl.errors import ConfigError, Problem, ServerError, UnfitServerError
 from megarl.rollout.control import ServerControl
 from megarl.rollout.discovery import Discovery
 from megarl.rollout.keeper import ManagedKeeper, NamedKeeper
@@ -21,7 +21,7 @@ from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.process import LOOPBACK, read_key, read_or_make_key
 from megarl.rollout.router import Router
 from megarl.rollout.starter import EMBEDDED_COMMAND, Starter
-from megarl.rollout.watching import Care, ServerDeath
+from megarl.rollout.watching import Care, Hold, ServerDeath
 from megarl.rundir import RunDir
 from megarl.types import Member
 
@@ -81,6 +81,11 @@ class Fleet:
         for keeper in self._of(member):
             keeper.give_up(member, reason)
 
+    def pushed(self, members: Sequence[Member], version: int) -> None:
+        for member in members:
+            for keeper in self._of(member):
+                keeper.pushed(member, version)
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Supervisors of discovered servers are told."""
@@ -134,6 +139,7 @@ def start_fleet(
     progress: Callable[[str], None] = lambda text: None,
     labels: Sequence[str] | None = None,
     embedded_command: Sequence[str] = EMBEDDED_COMMAND,
+    hold: Hold | None = None,
 ) -> Fleet:
     """Servers of which at least one answers, within `rollout.start_timeout_s`; all of them, where
     a failing one is not started again (`on_failure`: stop).
@@ -142,9 +148,9 @@ def start_fleet(
     alone, an address of this machine. `routing`: they can say which experts tokens were routed to.
     `labels`: what the files of managed servers are called by; default: their numbers. `on_death` is
     called, from a thread, for a server that ends the run. `progress` is told what happens
-    meanwhile, and so is the log.
-    Discovered servers may always go and come back.
-    Raises ServerError with the ends of the logs, ConfigError when the settings lack something.
+    meanwhile, and so is the log. `hold`: where other processes push weights as well.
+    Raises ServerError with the ends of the logs, UnfitServerError at once for servers that answer
+    and cannot be used, ConfigError when the settings lack something.
     """
     _require_settings(section)
     key_file = section.key_file or run_dir.key
@@ -160,8 +166,10 @@ def start_fleet(
         probe_timeout_s=section.probe_timeout_s,
         restart=on_failure == "restart" or section.discover,
         max_restarts=max_restarts,
+        longest=section.context_length,
         report=on_death,
         say=say,
+        hold=hold or Hold(),
     )
     starter = Starter(
         *(section, run_dir, model, dtype, key_file, key, host, routing, say),
@@ -223,6 +231,9 @@ def _await_first(
         if settled and keepers and (not down or (len(down) < len(keepers) and not all_of_them)):
             return
         failures = [keeper.failure for keeper in down if keeper.failure]
+        unfit = [keeper.failure for keeper in down if keeper.failure and keeper.unfit]
+        if unfit and not section.discover and (all_of_them or len(unfit) == len(keepers)):
+            raise UnfitServerError("\n".join(unfit))  # waiting changes nothing
         if managed and failures and (all_of_them or len(failures) == len(keepers)):
             raise ServerError("\n".join(failures))
         if not managed and time.monotonic() > deadline:
@@ -234,7 +245,7 @@ def _await_first(
             if len(down) < len(keepers) and not all_of_them:
                 return
             told = "\n".join(failures) or "rollout servers have not answered"
-            raise ServerError(f"{told} (waited {waited})")
+            raise (UnfitServerError if unfit else ServerError)(f"{told} (waited {waited})")
         time.sleep(_POLL_S)
 
 

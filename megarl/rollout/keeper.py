@@ -6,8 +6,8 @@ import time
 import uuid
 from collections.abc import Callable
 
-from megarl.errors import ServerError
-from megarl.rollout.features import features_of
+from megarl.errors import ServerError, UnfitServerError
+from megarl.rollout.features import features_of, require_length
 from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.probe import Identity, Probe
 from megarl.rollout.starter import Starter
@@ -68,6 +68,7 @@ class ManagedKeeper(Keeper):
                 self._index, self._label, mark=mark, spawned=self._spawned, ended=self._ended
             )
         except Exception as error:  # whatever keeps it from starting, its keeper must go on
+            self.unfit = isinstance(error, UnfitServerError)
             return str(error)
         self._admit(member)
         end = End("died")
@@ -100,10 +101,11 @@ class ManagedKeeper(Keeper):
         care, (short, _, words) = self._care, cause.partition("\n")
         was_up = self.settled.is_set()
         self.settled.set()
-        left = care.max_restarts - self._restarts if care.restart else 0
+        left = care.max_restarts - self._restarts if care.restart and not self.unfit else 0
         if left <= 0:
             self.final = cause
             why = f"{self._restarts} restarts are used up" if care.restart else "on_failure is stop"
+            why = "it would be the same" if self.unfit else why
             log.error("%s: %s; not started again: %s\n%s", self.name, short, why, words)
             if was_up and not care.restart:  # else whoever waits for the start reports it
                 care.report(ServerDeath(self.name, cause))
@@ -148,12 +150,13 @@ class NamedKeeper(Keeper):
                 self._pause(AGAIN_S)
                 continue
             if isinstance(found, ServerError):
-                probe.resume()
+                self._care.hold.outside(probe.resume)
             else:
                 found = self._serve(found, boot or uuid.uuid4().hex[:12])
                 boot = f"{self.boot}-{uuid.uuid4().hex[:6]}" if self.boot else ""
             if self.closed:
                 return
+            self.unfit = isinstance(found, UnfitServerError)
             self.failure = str(found)
             self.settled.set()
             if self.failure != told:
@@ -165,21 +168,22 @@ class NamedKeeper(Keeper):
         """While it answers; then why it does not."""
         try:
             features_of(identity.version)
-        except ServerError as error:
-            return error
+            require_length(identity.longest, self._care.longest)
+        except UnfitServerError as error:
+            return UnfitServerError(f"{self.url}: {error}")
         if identity.ranks not in (None, self._ranks):
             found = f"found {self._ranks}; accepted: {identity.ranks}, as the server says"
-            return ServerError(f"{self.url}: rollout.server_tp: {found}")
+            return UnfitServerError(f"{self.url}: rollout.server_tp: {found}")
         member = Member(self.name, self.url, boot, self._ranks, identity.version)
         self._admit(member)
         self._care.say(f"{self.name}: {self.url} ({identity.version})")
         end = self._watch(member, identity)
         self._withdraw(boot)
         care = self._care
-        if end.kind in ("hung", "given_up"):
+        if end.kind != "closed":
             care.count(end.kind)
-            if self._disown is not None:
-                self._disown(self.boot, end.reason)
+        if end.kind in ("hung", "given_up") and self._disown is not None:
+            self._disown(self.boot, end.reason)
         if end.kind == "hung" and not care.restart:
             care.report(ServerDeath(self.name, str(end)))
         if end.kind == "given_up":

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -86,8 +86,16 @@ class ManagedServer:
         return lines[-1][:160] if lines else "(it has said nothing yet)"
 
 
-def spawn(name: str, command: Sequence[str], log_file: Path, key: str, mark: str) -> ManagedServer:
-    """Starts it; `mark` goes into the log before what it says. Not watched yet."""
+def spawn(
+    name: str,
+    command: Sequence[str],
+    log_file: Path,
+    key: str,
+    mark: str,
+    environment: Mapping[str, str] | None = None,
+) -> ManagedServer:
+    """Starts it; `mark` goes into the log before what it says, `environment` on top of ours. Not
+    watched yet."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with open_private(log_file) as output:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -100,7 +108,7 @@ def spawn(name: str, command: Sequence[str], log_file: Path, key: str, mark: str
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=child_environment(),
+            env={**child_environment(), **(environment or {})},
         )
     return ManagedServer(name, process, log_file, start, key)
 

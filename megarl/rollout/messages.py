@@ -40,6 +40,7 @@ class CollectorSettings:
     reward: str  # `data.reward`
     key_file: Path  # with the servers' key
     log_file: Path  # what the process says
+    reward_timeout_s: float = 60.0
     partial: Literal["continue", "restart", "discard"] = "continue"
     mask_continued: bool = False
     max_attempts: int = 5
@@ -111,6 +112,7 @@ def outcome_to_frame(outcome: GroupOutcome) -> tuple[Json, list[Array]]:
         "serial": outcome.serial,
         "failed": outcome.failed,
         "discarded": outcome.discarded,
+        "unscored": outcome.unscored,
         "attempts": outcome.attempts,
         "tokens": outcome.tokens,
         "samples": [
@@ -144,6 +146,7 @@ def outcome_from_frame(about: Json, arrays: Sequence[Array], request: GroupReque
         samples=_samples(about["samples"], arrays, request),
         failed=about["failed"],
         discarded=about["discarded"],
+        unscored=about["unscored"],
         attempts=about["attempts"],
         tokens=about["tokens"],
     )

@@ -19,7 +19,7 @@ import aiohttp
 
 from megarl.errors import ServerError
 from megarl.rollout.control import new_session
-from megarl.rollout.features import version_of
+from megarl.rollout.features import longest_of, version_of
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +35,15 @@ class Identity:
     weights: int | None  # version, where it is a number
     progress: str  # another one whenever the server has generated tokens, for a time
     ranks: int | None = None  # tensor-parallel, where the server says
+    longest: int | None = None  # prompt and response together, where the server says
     waits: bool = False  # for weights, and says so: until then it generates nothing
 
     def same_process(self, later: "Identity") -> bool:
-        """Whether `later` can be of the same process. Without a mark a version of weights that went
-        back gives it away: nobody but a trainer moves it, and forward."""
+        """Whether `later` can be of the same process. Without a mark another version of weights
+        gives it away: nobody but a trainer moves it, and who is to compare knows what it pushed."""
         if self.mark or later.mark:
             return self.mark == later.mark
-        return self.weights is None or later.weights is None or later.weights >= self.weights
+        return self.weights == later.weights
 
 
 class _Missing(ServerError):
@@ -113,6 +114,7 @@ class Probe:
             mark=json.dumps(started or info.get("startup_time") or "", sort_keys=True).strip('"'),
             weights=int(weights) if weights.isdecimal() else None,
             ranks=ranks if isinstance(ranks, int) else None,
+            longest=longest_of(info),
             waits=bool(info.get("unusable") or info.get("updating")),
             progress=str([info.get("steps"), *(s.get("last_gen_throughput") for s in states)]),
         )

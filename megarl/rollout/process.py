@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 _OF_THE_JOB = re.compile(
     r"TORCHELASTIC_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
 )
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_S = 0.5
 
 
@@ -69,7 +69,7 @@ def follow_parent(parent_pid: int, ended: Callable[[], None]) -> None:
     """
     look = threading.Event()
     signal.signal(signal.SIGHUP, lambda *_: look.set())
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
 
     def watch() -> None:
         for _ in _ticks(parent_pid, look):
@@ -78,6 +78,23 @@ def follow_parent(parent_pid: int, ended: Callable[[], None]) -> None:
         ended()
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """The kernel kills us when the thread that forked us, `parent_pid`'s only one, ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def keep_orphans() -> None:
+    """Descendants whose parents end become our children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
 
 
 def lives(pid: int) -> bool:

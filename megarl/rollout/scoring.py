@@ -1,28 +1,31 @@
 """Whole responses -> scored samples: text, reward, mask."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.rewards import pad_rewards, score, step_tokens
+from megarl.data.rewards import UNSCORED, pad_rewards, step_tokens
 from megarl.errors import DataError
-from megarl.protocols import Reward
 from megarl.types import Completion, GroupRequest, Sample, Scored
 
 Decode = Callable[[Sequence[int]], str]
+# of (name, text) of responses to one prompt, and its payload
+Grade = Callable[[Sequence[tuple[str, str]], Mapping[str, Any]], Sequence[Scored]]
 
 
 class Scorer:
-    """`decode` turns token ids into text; the end token of a response is left out.
+    """`decode` turns token ids into text; the end token of a response is left out. `grade` scores
+    those that ended.
 
     Remembers the names of the reward's components: every response's are compared with those of the
     first one that was scored.
     """
 
-    def __init__(self, decode: Decode, reward: Reward, *, mask_continued: bool = False) -> None:
+    def __init__(self, decode: Decode, grade: Grade, *, mask_continued: bool = False) -> None:
         """`mask_continued`: train only what the last version of each response sampled."""
-        self._decode, self._reward, self._mask_continued = decode, reward, mask_continued
+        self._decode, self._grade, self._mask_continued = decode, grade, mask_continued
         self.reward_names: tuple[str, ...] = ()
         self._named_by = ""
 
@@ -30,25 +33,35 @@ class Scorer:
         self, request: GroupRequest, completions: Sequence[Completion]
     ) -> tuple[Sample, ...]:
         """Raises DataError for a reward that is no finite number, or has other components than
-        those before it.
+        those before it, and UnscoredError.
         """
-        samples = [self._sample(request, c, index) for index, c in enumerate(completions)]
+        name = request.prompt.id
+        spoken = [_spoken(completion) for completion in completions]
+        ended = [i for i, completion in enumerate(completions) if completion.finish == "stop"]
+        texts = [(f"{name}/{i}", self._decode(spoken[i])) for i in ended]
+        scored = [UNSCORED] * len(completions)
+        for i, found in zip(ended, self._grade(texts, request.prompt.payload), strict=True):
+            self._compare_names(found, f"{name}/{i}")
+            scored[i] = found
+        samples = [
+            self._sample(request, index, completion, spoken[index], scored[index])
+            for index, completion in enumerate(completions)
+        ]
         return tuple(pad_rewards(samples, len(self.reward_names) or 1))
 
-    def _sample(self, request: GroupRequest, completion: Completion, index: int) -> Sample:
+    def _sample(
+        self,
+        request: GroupRequest,
+        index: int,
+        completion: Completion,
+        spoken: Sequence[int],
+        scored: Scored,
+    ) -> Sample:
         prompt = request.prompt
-        response: list[int] = completion.token_ids.tolist()
-        finished = completion.finish == "stop"
-        spoken = response[:-1] if finished else response
-        name = f"{prompt.id}/{index}"
-        text = self._decode(spoken) if finished else ""
-        scored = score(self._reward, text, prompt.payload, finished=finished, sample=name)
-        if finished:
-            self._compare_names(scored, name)
         asked = np.array(prompt.token_ids, np.int32)
         steps = bool(scored.steps)
         ends = step_tokens(spoken, [end for end, _ in scored.steps], self._decode) if steps else []
-        trained = np.ones(len(response), bool)
+        trained = np.ones(len(completion.token_ids), bool)
         if self._mask_continued:
             trained = _of_last_version(completion)
         return Sample(
@@ -62,7 +75,7 @@ class Scorer:
             ),
             rewards=np.array(list(scored.components.values()), np.float32),
             correct=bool(scored.correct),
-            truncated=not finished,
+            truncated=completion.finish != "stop",
             version_spans=completion.version_spans,
             routing=completion.routing,
             step_rewards=np.array([r for _, r in scored.steps], np.float32) if steps else None,
@@ -79,6 +92,12 @@ class Scorer:
                 f"the reward of sample {sample} has the components {', '.join(names)}; accepted: "
                 f"those of sample {self._named_by}, {', '.join(self.reward_names)}"
             )
+
+
+def _spoken(completion: Completion) -> list[int]:
+    """The response without its end token."""
+    response: list[int] = completion.token_ids.tolist()
+    return response[:-1] if completion.finish == "stop" else response
 
 
 def _of_last_version(completion: Completion) -> NDArray[np.bool_]:

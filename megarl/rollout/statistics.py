@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 
+from megarl.data.rewards import pad_rewards
 from megarl.types import GroupOutcome, Known, Max, Mean, Metric, StepMetrics, Sum
 
 
 def rollout_metrics(samples: Sequence[Known], area: str) -> StepMetrics:
     count = len(samples)
-    lengths = [sample.trained_tokens for sample in samples]
+    lengths = [sample.response_tokens for sample in samples]
     return [
         Metric(f"{area}/reward", Mean(sum(s.reward for s in samples), count)),
         Metric(f"{area}/accuracy", Mean(sum(s.correct for s in samples), count)),
@@ -45,3 +46,24 @@ def component_metrics(samples: Sequence[Known], names: Sequence[str], area: str)
         Metric(f"{area}/reward/{name}", Mean(sum(float(s.rewards[i]) for s in samples), count))
         for i, name in enumerate(names)
     ]
+
+
+def evaluation_metrics(
+    outcomes: Sequence[GroupOutcome],
+    samples_per_prompt: int,
+    names: Sequence[str],
+    area: str,
+    pass_at: Sequence[int] = (),
+) -> StepMetrics:
+    """``names``: of the reward's components. Groups that failed are counted, and left out of all
+    else.
+    """
+    whole = [outcome.samples for outcome in outcomes if not outcome.failed]
+    samples = pad_rewards([s for group in whole for s in group], len(names) or 1)
+    failed = samples_per_prompt * (len(outcomes) - len(whole))
+    metrics = rollout_metrics(samples, area) + component_metrics(samples, names, area)
+    metrics.append(Metric(f"{area}/failed", Sum(failed)))
+    for k in pass_at:
+        passed = sum(pass_at_k(len(g), sum(s.correct for s in g), k) for g in whole)
+        metrics.append(Metric(f"{area}/pass@{k}", Mean(passed, len(whole))))
+    return metrics

@@ -20,6 +20,7 @@ from megarl.errors import ServerError
 from megarl.rollout.fleet import Fleet, start_fleet
 from megarl.rollout.mailbox import HoldWatch, asked_for_another
 from megarl.rollout.process import follow_parent
+from megarl.rollout.watching import Hold
 from megarl.rundir import RunDir
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def supervise(
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     name = socket.gethostname()
     labels = [f"{name}-{index}" for index in range(section.servers)]
+    watch = HoldWatch(run_dir)
     try:
         fleet = start_fleet(
             section.model_copy(update={"discover": False}),
@@ -72,18 +74,19 @@ def supervise(
             on_failure="restart",
             max_restarts=max_restarts,
             labels=labels,
+            hold=Hold(watch.left),
         )
         try:
-            _watch(fleet, run_dir, labels)
+            _watch(fleet, run_dir, labels, watch)
         finally:
             fleet.close()
     except _Told:
         log.info("told to end: the servers have ended")
 
 
-def _watch(fleet: Fleet, run_dir: RunDir, labels: Sequence[str]) -> None:
+def _watch(fleet: Fleet, run_dir: RunDir, labels: Sequence[str], watch: HoldWatch) -> None:
     """Does what trainers ask for, until there is nothing left to do."""
-    watch, held = HoldWatch(run_dir), False
+    held = False
     with ExitStack() as holds:
         while (trouble := fleet.trouble()) is None:
             if (on := watch.on()) != held:

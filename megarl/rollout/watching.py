@@ -6,6 +6,8 @@ over it and says whether it may be asked.
 2. A boot that was withdrawn never comes back: whoever returns is a new one, since it may have
    missed weights meanwhile.
 3. Nothing that was asked before or inside a `Hold` counts: servers pause while weights arrive.
+4. Outside of one nobody has a reason to pause: a trainer that was killed in a push has left it so.
+   Before the probe that decides, the server is told to go on.
 """
 
 import logging
@@ -15,8 +17,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.errors import ServerError
@@ -43,7 +45,11 @@ class ServerDeath:
 class Hold:
     """Spans of time in which nobody is probed; they may overlap."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, free: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)
+    ) -> None:
+        """`free`: whether other processes leave room for `outside`, and do so inside of it."""
+        self._free = free
         self._lock = threading.Lock()
         self._open, self._begun = 0, 0
 
@@ -63,6 +69,14 @@ class Hold:
         with self._lock:
             return None if self._open else self._begun
 
+    def outside(self, act: Callable[[], None]) -> None:
+        """Does it unless a hold is on; none begins before it is done."""
+        with self._lock:
+            if not self._open:
+                with self._free() as free:
+                    if free:
+                        act()
+
 
 @dataclass
 class Care:
@@ -73,6 +87,7 @@ class Care:
     probe_timeout_s: float
     restart: bool
     max_restarts: int
+    longest: int  # tokens of a prompt and its response: whoever takes less is of no use
     report: Callable[[ServerDeath], None]  # of what ends the run
     say: Callable[[str], None]
     hold: Hold = field(default_factory=Hold)
@@ -121,8 +136,10 @@ class Keeper(ABC):
         self.closed = False
         self.settled = threading.Event()  # the first answer, or the first failure
         self.failure = ""  # the newest
+        self.unfit = False  # that one: it answered, and cannot be used as it is
         self._care = care
         self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._pushed: int | None = None  # the weights that the member got last, since it is one
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"keep-{name}", daemon=True)
 
@@ -134,6 +151,11 @@ class Keeper(ABC):
 
     def give_up(self, member: Member, reason: str) -> None:
         self._finish(member.boot, End("given_up", reason))
+
+    def pushed(self, member: Member, version: int) -> None:
+        with self._lock:
+            if self.member == member:
+                self._pushed = version
 
     def close(self, grace_s: float = 0.0) -> None:
         """`grace_s`: for what is ended, before it is killed."""
@@ -149,7 +171,7 @@ class Keeper(ABC):
     def _admit(self, member: Member) -> None:
         with self._lock:
             if not self.closed:
-                self.member = member
+                self.member, self._pushed = member, None
         self.settled.set()
 
     def _finish(self, boot: str, end: End) -> None:
@@ -205,6 +227,7 @@ class Keeper(ABC):
             suspicion = reason or suspicion
             outcome = self._ask(probe, suspicion)
             if outcome is None:
+                failures = 0
                 wait_s = min(AGAIN_S, self._care.probe_every_s)
             elif isinstance(outcome, ServerError):
                 failures += 1
@@ -212,11 +235,18 @@ class Keeper(ABC):
                 if failures == 2:
                     why = f"{outcome}" + (f" ({suspicion})" if suspicion else "")
                     return End("hung", why)
+                self._care.hold.outside(probe.resume)
                 wait_s = AGAIN_S
             else:
-                if identity is not None and not identity.same_process(outcome):
+                if identity is not None and not self._is_still(identity, outcome):
                     return End("replaced")
+                if failures:
+                    log.info("%s answers again", self.name)
                 suspicion, failures, wait_s = "", 0, self._care.probe_every_s
+
+    def _is_still(self, known: Identity, found: Identity) -> bool:
+        pushed = self._pushed  # inside a hold: what counts was asked after it
+        return (known if pushed is None else replace(known, weights=pushed)).same_process(found)
 
     def _orders_for(self, member: Member, wait_s: float) -> tuple[End | None, str]:
         """(why it ends, why it is suspected), of all orders that have come; waits for the first."""

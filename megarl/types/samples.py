@@ -52,6 +52,13 @@ class Sample:
         return int(self.mask[1:].sum())
 
     @property
+    def response_tokens(self) -> int:
+        """That were sampled, trained or not; where nobody told versions, those that are trained: a
+        tool's answer between them is none of the policy's.
+        """
+        return self.version_spans[-1].end if self.version_spans else self.trained_tokens
+
+    @property
     def brings(self) -> tuple[str, ...]:
         """The optional numbers of every token that it has."""
         return tuple(n for n in ("values", "ref_logprobs") if getattr(self, n) is not None)
@@ -65,6 +72,7 @@ class Sample:
             index=self.index,
             length=self.length,
             trained_tokens=self.trained_tokens,
+            response_tokens=self.response_tokens,
             rewards=self.rewards,
             correct=self.correct,
             truncated=self.truncated,
@@ -92,6 +100,7 @@ class SampleFacts:
     index: int
     length: int
     trained_tokens: int
+    response_tokens: int
     rewards: NDArray[np.float32]
     correct: bool
     truncated: bool
@@ -129,6 +138,7 @@ class GroupOutcome:
     serial: int
     samples: tuple[Sample, ...] = ()
     failed: str = ""  # why it has no samples, where that was not asked for
+    unscored: bool = False  # it failed because of its reward, not of servers
     discarded: bool = False  # stopped half-way, where partial responses are not kept
     attempts: int = 1  # times that it was asked for because servers failed it, plus 1
     tokens: int = 0  # sampled for it, those included that were thrown away

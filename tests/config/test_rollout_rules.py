@@ -13,7 +13,9 @@ from tests.config.cases import MOE, Case, assert_exactly, base, found_problems
 
 URLS = ["rollout.urls=[http://a:1]", "rollout.key_file=HERE/key"]
 SGLANG = ["rollout.engine=sglang", "rollout.server_command=[sh]"]
-DETERMINISTIC = ["rollout.deterministic=true", "rollout.partial=restart"]
+DETERMINISTIC = ["rollout.deterministic=true"]
+ASYNCHRONOUS = "rollout.schedule=asynchronous"
+R3 = "moe.routing_replay=rollout"
 
 VALID = [
     Case(["rollout.servers=8", "rollout.port=30000"], {}),
@@ -30,8 +32,29 @@ VALID = [
     Case(["rollout.over_sampling=1.5", "rollout.max_staleness=3"], {}),
     Case([*DETERMINISTIC], {}),
     Case([*DETERMINISTIC, "rollout={schedule: one_step_off, max_in_flight: 8, servers: 3}"], {}),
-    Case([*DETERMINISTIC, "rollout.discover=true"], {}),
-    Case(["rollout.mask_continued=true"], {}),
+    *(
+        Case([f"rollout={{over_sampling: 1.5, partial: {partial}}}", schedule], {})
+        for schedule in ("rollout.schedule=synchronous", "rollout.schedule=one_step_off")
+        for partial in ("continue", "restart", "discard")
+    ),
+    Case([ASYNCHRONOUS, "rollout={pause_mode: abort, partial: discard}"], {}),
+    Case([ASYNCHRONOUS, "rollout.mask_continued=true"], {}),
+    Case([ASYNCHRONOUS, "rollout={mask_continued: true, pause_mode: in_place}"], {}),
+    Case([ASYNCHRONOUS, "rollout={mask_continued: true, pause_mode: abort}"], {}),
+    Case(["rollout={over_sampling: 1.5, mask_continued: true}"], {}),
+    Case(["rollout={schedule: one_step_off, over_sampling: 1.5, mask_continued: true}"], {}),
+    Case(["rollout.max_in_flight=8", "data.samples_per_prompt=8"], {}),
+    Case([R3, ASYNCHRONOUS], {}),
+    *(
+        Case([R3, *servers, f"rollout={{schedule: asynchronous, pause_mode: {mode}}}"], {})
+        for servers in (SGLANG, URLS, ["rollout.discover=true"])
+        for mode in ("abort", "in_place")
+    ),
+    *(
+        Case([R3, *servers, f"rollout.schedule={schedule}"], {})
+        for servers in (SGLANG, URLS, ["rollout.discover=true"])
+        for schedule in ("synchronous", "one_step_off")
+    ),
     Case(["on_failure={servers: restart, max_restarts: 1}"], {}),
     Case(["on_failure={servers: stop, max_restarts: 0}"], {}),
     Case(["on_failure.trainer=restart"], {}, "sft"),
@@ -68,17 +91,30 @@ WRONG = [
          {"rollout.request_timeout_s": ["20 |", "rollout.probe_timeout_s = 30"]}),
     Case(["rollout={request_timeout_s: 90, probe_timeout_s: 100}"],
          {"rollout.request_timeout_s": ["90 |", "rollout.probe_timeout_s = 100"]}),
-    Case(["rollout.deterministic=true"],
-         {"rollout.partial": ["continue with rollout.deterministic", "restart: "]}),
+    *(
+        Case([R3, *servers, ASYNCHRONOUS, *given],
+             {"rollout.pause_mode": ["retract with moe.routing_replay", "in_place or abort"]})
+        for servers in (SGLANG, URLS, ["rollout.discover=true"])
+        for given in ([], ["rollout.pause_mode=retract"])
+    ),
+    *(
+        Case([f"rollout.max_in_flight={most}", f"data.samples_per_prompt={samples}"],
+             {"rollout.max_in_flight": [f"{most} |", f"data.samples_per_prompt = {samples}"]})
+        for most, samples in ((1, 2), (7, 8), (2, 16))
+    ),
+    Case(["rollout.max_in_flight=8", "eval.every=1", "eval.sets=["
+          "{name: a, prompts: HERE/heldout.jsonl, samples_per_prompt: 8, temperature: 1},"
+          "{name: b, prompts: HERE/heldout.jsonl, samples_per_prompt: 9, temperature: 1}]"],
+         {"rollout.max_in_flight": ["8 |", "eval.sets[1].samples_per_prompt = 9"]}),
     *(
         Case([*DETERMINISTIC, *given], {f"rollout.{key}": ["with rollout.deterministic", accepted]})
         for given, key, accepted in (
             (SGLANG, "engine", "embedded: SGLang's bits"),
             (URLS, "urls", "none: "),
+            (["rollout.discover=true"], "discover", "false: "),
             (["rollout.fixed_shape=false"], "fixed_shape", "true: "),
             (["rollout.schedule=asynchronous"], "schedule", "synchronous or one_step_off"),
             (["rollout.over_sampling=1.25"], "over_sampling", "1.0: "),
-            (["rollout.partial=discard"], "partial", "restart: "),
         )
     ),
     *(
@@ -102,7 +138,7 @@ def test_all_contradictions_are_told_together(place: Path) -> None:
     ]
     keys = {key for key, _ in found_problems(Case(given, {}), place)}
     assert keys >= {
-        *("rollout.schedule", "rollout.max_staleness", "rollout.over_sampling", "rollout.partial"),
+        *("rollout.schedule", "rollout.max_staleness", "rollout.over_sampling", "rollout.discover"),
         *("rollout.fixed_shape", "rollout.request_timeout_s", "on_failure.servers"),
     }
 
@@ -128,10 +164,30 @@ def test_sampling_that_would_falsify_log_probs_says_why_there_is_none(name: str)
             "rollout.pause_mode",
             "schedule=asynchronous",
         ),
-        (
-            ["rollout={partial: restart, mask_continued: true}"],
-            "rollout.mask_continued",
-            "rollout.partial=continue",
+        *(
+            ([f"rollout.schedule={schedule}", given, f"rollout.partial={partial}"], *told)
+            for schedule, given in (
+                ("synchronous", "rollout.servers=2"),
+                ("one_step_off", "rollout.servers=2"),
+                ("asynchronous", "rollout.pause_mode=retract"),
+                ("asynchronous", "rollout.pause_mode=in_place"),
+                ("asynchronous", "rollout.over_sampling=2"),
+            )
+            for partial in ("continue", "restart", "discard")
+            for told in [("rollout.partial", "no response is stopped half-way")]
+        ),
+        *(
+            ([f"rollout={{mask_continued: true, {given}}}"], *told)
+            for given in (
+                "servers: 2",
+                "schedule: one_step_off",
+                "over_sampling: 2, partial: restart",
+                "over_sampling: 2, partial: discard",
+                "over_sampling: 2, max_staleness: 0",
+                "over_sampling: 2, schedule: one_step_off, max_staleness: 1",
+                "schedule: asynchronous, pause_mode: abort, partial: restart",
+            )
+            for told in [("rollout.mask_continued", "no response of several weights")]
         ),
         (["rollout.max_staleness=2"], "rollout.max_staleness", "what it has sampled itself"),
         (

@@ -77,8 +77,9 @@ def test_every_rank_has_the_facts_of_all_collectors_in_their_order(
 def test_facts_are_what_they_are_facts_of() -> None:
     for sample in unusual_samples():
         facts = sample.facts
-        for name in ("name", "length", "trained_tokens", "brings", "correct", "truncated"):
+        for name in ("name", "length", "trained_tokens", "response_tokens", "brings", "correct"):
             assert getattr(facts, name) == getattr(sample, name)
+        assert facts.truncated == sample.truncated
         assert (facts.untrained().trained_tokens, sample.untrained().trained_tokens) == (0, 0)
         assert facts.reward == sample.reward
     assert unusual_samples()[1].facts.routing == (3, 2, "uint16")

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.data.recorded import (
     checked_routing,
+    most_bytes,
     read_samples,
     recorded_path,
     recorded_steps,
@@ -97,6 +98,22 @@ def test_samples_come_back_bit_for_bit(tmp_path: Path, count: int) -> None:
     for a, b in zip(SAMPLES, back, strict=False):
         assert_same(a, b)
     assert [p.name for p in path.parent.iterdir()] == ["step_7.npz"]
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("longer", [0, 3000])
+def test_a_file_is_no_larger_than_is_foretold(tmp_path: Path, count: int, longer: int) -> None:
+    """Of long samples with ids that nothing packs, it is nearly so large."""
+    samples = SAMPLES[:count]
+    if longer:
+        many = routing(np.random.default_rng(0), longer - 1, 65536).astype(np.uint16)
+        samples = [sample(longer, routing=many) for _ in samples]
+    path = recorded_path(tmp_path, 7)
+    write_samples(path, samples)
+    most, size = most_bytes(samples), path.stat().st_size
+    assert size <= most == most_bytes([s.facts for s in samples])
+    assert not longer or most < 1.5 * size
+    assert most_bytes([]) == 0
 
 
 def test_steps_are_found_in_their_order(tmp_path: Path) -> None:

@@ -16,6 +16,22 @@ def server_pids(run: Path) -> dict[str, int]:
     return {f.stem: json.loads(f.read_text())["pid"] for f in run.glob("server_*.json")}
 
 
+def test_damaged_data_ends_the_run_at_its_first_start(
+    launch: Callable[..., Launch], inputs: Inputs, tmp_path: Path
+) -> None:
+    """Ranks exit with 1 whatever fails, and so does torchrun: what counts is what they wrote."""
+    damaged = tmp_path / "damaged.jsonl"
+    lines = (inputs.data / "warmup.jsonl").read_text().splitlines()
+    damaged.write_text("\n".join([lines[0], lines[1][:20], *lines[2:40]]))
+    restart = "on_failure={trainer: restart, max_restarts: 3}"
+    run = launch(inputs.sft(tmp_path / "run", f"data.demonstrations={damaged}", restart))
+    assert run.wait(300) == 1, run.text()
+    assert "a restart does not mend this (DataError)" in run.text()
+    assert "damaged.jsonl:2: not JSON" in run.text() and "restart 1 of 3" not in run.text()
+    assert len(list((run.run / "errors").iterdir())) == 1
+    run.assert_nothing_left()
+
+
 def test_a_killed_trainer_goes_on_beside_the_same_servers(
     launch: Callable[..., Launch], inputs: Inputs, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 
 from megarl.books import read_books
-from megarl.data.recorded import read_samples, recorded_path
+from megarl.data.recorded import read_samples, recorded_path, write_samples
+from tests.e2e.claims import false_claims
 from tests.e2e.conftest import Inputs, Launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -49,7 +51,6 @@ def test_a_deterministic_run_repeats_bit_for_bit_also_when_killed(
         "run.steps=6",
         f"rollout.schedule={schedule}",
         "rollout.deterministic=true",
-        "rollout.partial=restart",
         "rollout.servers=2",
         "checkpoint.every=2",
         "eval.every=3",
@@ -95,6 +96,7 @@ def test_an_asynchronous_run_is_never_staler_than_allowed(
         "rollout.max_staleness=2",
         "rollout.servers=2",
         "monitor.record_rollouts=true",
+        "checkpoint={every: 1, keep: 20}",
         "algo.correction={level: token, mode: truncate, high: 2.0}",
     ]
     run = launch(inputs.rl(tmp_path / "run", *settings))
@@ -110,4 +112,25 @@ def test_an_asynchronous_run_is_never_staler_than_allowed(
     balance = read_books(run.run / "books.jsonl")
     assert balance.balanced
     assert len(balance.ended["trained"]) == 80
+    assert false_claims(run.run, inputs.hf) == []
+    assert_wrong_claims_are_found(run.run, inputs.hf, tmp_path / "wrong")
     print(json.dumps({k: len(v) for k, v in balance.ended.items()}))
+
+
+def assert_wrong_claims_are_found(run: Path, hf: Path, folder: Path) -> None:
+    """One sample of every step claims a version too many or too few, and is named for it."""
+    wrong = []
+    for step in range(2, 10):
+        samples = read_samples(recorded_path(run / "rollouts", step))
+        at = max(range(len(samples)), key=lambda i: samples[i].trained_tokens)
+        chosen = samples[at]
+        by = 1 if step % 2 else -1
+        if chosen.version_spans[0].version + by < 0:
+            by = 1
+        spans = tuple(replace(v, version=v.version + by) for v in chosen.version_spans)
+        samples[at] = replace(chosen, version_spans=spans)
+        write_samples(recorded_path(folder, step), samples)
+        wrong += [(step, chosen.name, span.version) for span in spans]
+    found = {(step, name, version): by for step, name, version, by in false_claims(run, hf, folder)}
+    print("wrong claims:", found)
+    assert sorted(found) == sorted(wrong)

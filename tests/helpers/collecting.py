@@ -32,7 +32,7 @@ def runner(pool: WorkerPool, folder: Path) -> Run:
             step["held"] = [step.pop("tokens"), other["tokens"]]
         for key in ("stream", "names", "counts"):
             assert one[key] == two[key], key
-        both = {k: [one[k], two[k]] for k in ("issued", "recalls", "most", "error")}
+        both = {k: [one[k], two[k]] for k in ("issued", "temperatures", "recalls", "most", "error")}
         return one | both
 
     return collect
@@ -41,6 +41,11 @@ def runner(pool: WorkerPool, folder: Path) -> Run:
 def answers(*pattern: Any) -> dict[str, Any]:
     """The n-th prompt that a run meets is answered by the n-th of ``pattern``, then NONE."""
     return {key: pattern[i] if i < len(pattern) else NONE for i, key in enumerate(ORDER[:12])}
+
+
+def of_three(**groups: int) -> dict[str, int]:
+    """What books count: samples, of groups of three."""
+    return {event: 3 * count for event, count in groups.items()}
 
 
 def serials(step: dict[str, Any]) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.monitor.first_error import (
     RankError,
+    cause_of,
     first_error,
     killed_ranks,
     message_of,
@@ -105,3 +106,30 @@ Root Cause (first observed failure):
 """
     assert killed_ranks([log]) == ["rank 1 was ended by signal 9 (out of memory? see dmesg)"]
     assert killed_ranks([]) == []
+
+
+def summary(**codes: int) -> str:
+    """Of torchrun, as it was when ranks r0, r1, ... ended so."""
+    return "".join(
+        f"[0]:\n  rank      : {rank[1:]} (local_rank: 0)\n  exitcode  : {code} (pid: 7)\n"
+        for rank, code in codes.items()
+    )
+
+
+def test_a_restart_mends_what_ended_by_a_signal_but_not_what_refused_its_settings(
+    tmp_path: Path,
+) -> None:
+    def lasts(**codes: int) -> bool | None:
+        cause = cause_of(tmp_path, [summary(**codes)])
+        return None if cause is None else cause.lasting
+
+    assert lasts(r0=1, r1=-11) is False
+    assert lasts(r0=-15, r1=2) is True
+    assert lasts(r0=1, r1=-15) is None and lasts(r0=12) is None  # nothing is known of it
+    value = {"time": 1.0, "rank": 1, "error": "DataError", "lasting": True}
+    (tmp_path / "rank_1.json").write_text(json.dumps(value))
+    assert lasts(r0=-15, r1=1) is True
+    (tmp_path / "rank_1.json").write_text(json.dumps(value | {"error": "BrokenPipeError"}))
+    assert lasts(r0=-9, r1=1) is False  # an echo of the signal
+    (tmp_path / "rank_1.json").write_text(json.dumps({"time": 1.0, "rank": 1, "error": "E"}))
+    assert lasts(r1=1) is False  # as older versions wrote it

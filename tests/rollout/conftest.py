@@ -164,7 +164,7 @@ def server_section(**changes: Any) -> RolloutSection:
 def session_server(model_a: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     deaths: list[ServerDeath] = []
     fleet = start_fleet(
-        server_section(),
+        server_section(probe_every_s=3600),  # tests count what runs, and a probe is a request
         run_dir=RunDir(tmp_path_factory.mktemp("run")),
         model=model_a,
         dtype="fp32",

@@ -10,9 +10,21 @@ from typing import Any
 
 from megarl.rollout.fleet import Fleet, ServerDeath, start_fleet
 from megarl.rollout.process import lives
+from megarl.rollout.watching import Hold
 from megarl.rundir import RunDir
 from megarl.types import Member
 from tests.rollout.conftest import server_section
+
+# A trainer in a push, in a process of its own: python -c HOLDS RUN_DIR.
+HOLDS = """
+import sys, time
+from pathlib import Path
+from megarl.rollout.mailbox import told_to_hold
+from megarl.rundir import RunDir
+with told_to_hold(RunDir(Path(sys.argv[1]))):
+    print("holds", flush=True)
+    time.sleep(300)
+"""
 
 
 class Site:
@@ -32,7 +44,9 @@ class Site:
         (self.program.parent / name).unlink()
 
     @contextmanager
-    def fleet(self, *, restarts: int | None = 3, **changes: Any) -> Iterator[Fleet]:
+    def fleet(
+        self, *, restarts: int | None = 3, hold: Hold | None = None, **changes: Any
+    ) -> Iterator[Fleet]:
         """`restarts` None: on_failure is stop."""
         started: dict[str, Any] = {
             "engine": "sglang",
@@ -52,6 +66,7 @@ class Site:
             on_failure="stop" if restarts is None else "restart",
             max_restarts=restarts or 0,
             progress=self.words.append,
+            hold=hold,
         )
         try:
             yield fleet

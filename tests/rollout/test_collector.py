@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from megarl.errors import ServerError
 from megarl.protocols import Collector as CollectorProtocol
 from megarl.rollout.collector import Collector
 from megarl.rollout.seeds import sample_seeds
-from megarl.types import GroupOutcome, GroupRequest, Mean, Prompt, Sampling, VersionSpan
+from megarl.types import GroupOutcome, GroupRequest, Mean, Prompt, Sampling, Sum, VersionSpan
 from tests.rollout.collecting import BUDGET, KEY, REWARDS, request, settings_in, taken, write_folder
 from tests.rollout.scripted import (
     EOS,
@@ -303,12 +304,43 @@ def test_an_evaluation_samples_as_it_says_and_nothing_of_it_is_taken(collector: 
             assert kept == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01}
 
 
-def test_an_evaluation_that_cannot_be_had_says_why(collector: Collector) -> None:
-    server = Server(script=refusing)
+def test_an_evaluation_is_of_the_prompts_that_could_be_sampled(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts of five tokens are refused, those of four get no answer."""
+
+    async def picky(server: Server, request: Any, body: Any) -> Any:
+        status = {5: 400, 4: 500}.get(len(body["input_ids"][0]))
+        return status and web.Response(status=status, text="no such prompt")
+
+    server = Server(script=picky)
+    lengths = (3, 5, 3, 4, 3, 5)
+    prompts = [request(n, prompt=length).prompt for n, length in enumerate(lengths)]
+    given: dict[str, Any] = {"area": "eval/own", "samples_per_prompt": 2, "pass_at": (2,)}
     with in_thread(server):
         collector.serve_from([server.member])
-        with pytest.raises(ServerError, match=r"evaluation, prompt p3: server 0 .* HTTP 400"):
-            collector.evaluate([request(3).prompt], Sampling(1.0, 4), area="eval")
+        found = {m.name: m.value for m in collector.evaluate(prompts, Sampling(1.0, 6), **given)}
+    right = []
+    for n, own in enumerate(sample_seeds(0, 0, prompts, 2)):
+        if lengths[n] == 3:
+            responses = [respond(3, seed, 6) for seed in own]
+            right.append([f == "stop" and (len(t) - 1) % 2 == n % 2 for t, f in responses])
+    assert found["eval/own/failed"] == Sum(2 * 3)
+    assert found["eval/own/samples"] == Sum(2 * 3)
+    assert found["eval/own/accuracy"] == Mean(sum(map(sum, right)), 2 * 3)
+    assert found["eval/own/pass@2"] == Mean(sum(map(any, right)), 3)
+    (told,) = [r.message for r in caplog.records if "prompts failed" in r.message]
+    assert re.match(r"eval/own: 3 of 6 prompts failed, the last one p\d: .*no such prompt", told)
+
+
+def test_an_evaluation_of_which_nothing_can_be_had_says_why(collector: Collector) -> None:
+    server = Server(script=refusing)
+    prompts = [request(n).prompt for n in (3, 4)]
+    with in_thread(server):
+        collector.serve_from([server.member])
+        words = r"eval: 2 of 2 prompts failed, the last one p[34]: server 0 .* HTTP 400"
+        with pytest.raises(ServerError, match=words):
+            collector.evaluate(prompts, Sampling(1.0, 4), area="eval")
 
 
 def test_slow_rewards_do_not_keep_requests_from_being_answered(collector: Collector) -> None:

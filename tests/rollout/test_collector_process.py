@@ -22,6 +22,8 @@ from megarl.rollout.messages import error_from_json, error_to_json, request_to_j
 from megarl.rollout.process import lives
 from megarl.types import Sampling
 from tests.rollout.collecting import KEY, REWARDS, request, settings_in, taken, write_folder
+from tests.rollout.offspring import children_of, ends_with, gone, started_by_reward
+from tests.rollout.rewards import grading, mixed
 from tests.rollout.scripted import EOS, VOCAB, Server, in_thread
 
 
@@ -90,19 +92,29 @@ def test_its_death_is_told_with_its_exit_and_the_end_of_its_log(
 
 
 def test_it_leaves_signals_to_the_trainer_and_what_had_come_is_taken_before_its_death_is_told(
-    folder: Path,
+    folder: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM and SIGINT go to all processes of a job that is stopped, SIGKILL is meant for it."""
-    made = Collector(settings_in(folder))
+    """SIGTERM and SIGINT go to all processes of a job that is stopped, SIGKILL is meant for it.
+    What a reward is doing meanwhile outlives the former, and ends with the latter.
+    """
+    log = tmp_path / "collector_3.log"
+    made = Collector(settings_in(folder, reward=f"{REWARDS}deadly", log_file=log))
     server = Server()
     with in_thread(server):
         made.serve_from([server.member])
         made.recall()  # it is ready
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(made.pid, number)
+        job = [made.pid, *children_of(made.pid)]
+        assert len(job) == 2
         made.resume()
         made.issue([request(serial) for serial in range(5)])
         made.wait(5, 60.0)
+        made.issue([ends_with(request(5, deed="children"))])
+        (family,) = started_by_reward(log)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            for pid in [*job, family[0]]:
+                os.kill(pid, number)
+        time.sleep(0.2)
+        assert all(map(lives, [*job, *family]))
         os.kill(made.pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
         while made._error is None:
@@ -111,6 +123,7 @@ def test_it_leaves_signals_to_the_trainer_and_what_had_come_is_taken_before_its_
         assert len(made.take()) == 5
         with pytest.raises(RunError, match="SIGKILL"):
             made.take()
+        gone(*job, *family)
     made.close()
 
 
@@ -131,12 +144,10 @@ def test_it_ends_with_the_trainer_however_that_ends(folder: Path) -> None:
     assert trainer.stdout is not None
     pid = int(trainer.stdout.readline())
     assert lives(pid)
+    job = [pid, *children_of(pid)]
     trainer.kill()
     trainer.wait()
-    deadline = time.monotonic() + 10
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    gone(*job)
 
 
 def test_what_keeps_it_from_starting_is_said(folder: Path) -> None:
@@ -159,7 +170,7 @@ def test_errors_cross_as_what_they_are(
     folder: Path, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words) as found:
-        Work(settings_in(folder, **changes), lambda *_: None)
+        Work(settings_in(folder, **changes), lambda *_: None, grading(mixed))
     again = error_from_json(json.loads(json.dumps(error_to_json(found.value))))
     assert type(again) is error and str(again) == str(found.value)
 
@@ -185,7 +196,7 @@ def test_a_reward_that_is_none_ends_the_run_and_names_the_sample(folder: Path) -
 
     async def run() -> None:
         server = Server()
-        work = Work(settings_in(folder, reward=f"{REWARDS}mixed"), lambda m, _=(): said.append(m))
+        work = Work(settings_in(folder), lambda m, _=(): said.append(m), grading(mixed))
         async with server.running():
             work.handle({"do": "serve_from", "members": [asdict(server.member)], "version": 0})
             requests = [request(0, reward=1.0), request(1, reward="none")]
@@ -207,7 +218,7 @@ def test_when_it_ends_servers_have_none_of_its_requests(folder: Path) -> None:
 
     async def run() -> Server:
         server = Server(script=never)
-        work = Work(settings_in(folder), lambda *_: None)
+        work = Work(settings_in(folder), lambda *_: None, grading(mixed))
         async with server.running():
             work.handle({"do": "serve_from", "members": [asdict(server.member)], "version": 0})
             requests = [request_to_json(request(n)) for n in range(6)]
@@ -224,7 +235,7 @@ def test_when_it_ends_servers_have_none_of_its_requests(folder: Path) -> None:
 
 def test_what_is_not_understood_ends_the_run_and_not_silently(folder: Path) -> None:
     said: list[Any] = []
-    Work(settings_in(folder), said.append).handle({"do": "dance"})
+    Work(settings_in(folder), said.append, grading(mixed)).handle({"do": "dance"})
     ((error,),) = [list(message.values()) for message in said]
     assert str(error_from_json(error)) == "the collector failed: KeyError: 'dance'"
 
@@ -232,17 +243,21 @@ def test_what_is_not_understood_ends_the_run_and_not_silently(folder: Path) -> N
 def test_one_that_stands_still_is_given_up_in_bounded_time(folder: Path) -> None:
     """Not while there is nothing that it could do."""
     server = Server(script=None)
-    standing = Collector(settings_in(folder, max_attempts=1, request_timeout_s=0.5))
+    patience: dict[str, Any] = {"request_timeout_s": 0.4, "reward_timeout_s": 0.2}
+    standing = Collector(settings_in(folder, max_attempts=1, **patience))
+    # asked twice in vain, then four rewards that nearly take too long
+    groups = [request(0, group=3), request(1, group=4)]
+    assert standing._patience_s(groups) == pytest.approx(2 * 0.4 + 4 * 0.2)
     try:
         with in_thread(server):
             standing.serve_from([server.member])
-            standing.issue([request(0)])
+            standing.issue([request(0, group=1)])
             assert list(taken(standing, 1)) == [0]
             os.kill(standing.pid, signal.SIGSTOP)
             time.sleep(1.2)
             assert standing.take() == []  # it has nothing to do
             standing.serve_from([])
-            standing.issue([request(1)])
+            standing.issue([request(1, group=1)])
             time.sleep(1.2)
             assert standing.take() == []  # nor anybody to ask
             standing.serve_from([server.member])

@@ -7,6 +7,7 @@ import pytest
 
 from megarl.rollout.scoring import Scorer
 from megarl.types import Completion, GroupRequest, Prompt, Sampling, VersionSpan
+from tests.rollout.rewards import grading
 
 PIECES = ["", "</s>", "he", "llo", "hello", "h", "e", "l", "o", "<think>", "</think>", "\ufffd"]
 END = 1
@@ -56,7 +57,7 @@ def test_ids_mask_and_log_probs_are_those_of_the_server(response: list[int]) -> 
         (VersionSpan(3, 0, len(response), "server 0"),),
     )
     request = GroupRequest(5, 1, Prompt("p", prompt, {}), (0,), Sampling(1.0, 9))
-    (sample,) = Scorer(decode, reward).samples(request, [completion])
+    (sample,) = Scorer(decode, grading(reward)).samples(request, [completion])
     assert sample.tokens.tolist() == [*prompt, *response]
     assert sample.mask.tolist() == [False] * 3 + [True] * len(response)
     assert sample.rollout_logprobs.tolist() == [

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import ServerError
+from megarl import __version__
+from megarl.errors import ServerError, UnfitServerError
 from megarl.rollout import discovery, keeper
 from megarl.rollout.fleet import Fleet
 from megarl.rollout.process import lives, read_or_make_key
 from megarl.types import Member
 from tests.config.cases import MOE
-from tests.rollout.fleets import Site, back, until
+from tests.rollout.fleets import HOLDS, Site, back, until
 
 PORT = iter(range(18400, 18500))
 
@@ -40,6 +42,13 @@ class External:
         command = [sys.executable, str(self.site.program), "--config", str(self.config)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command)
+
+    def listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return False
+        return True
 
     def end(self) -> None:
         assert self.process is not None
@@ -95,12 +104,34 @@ def test_a_named_server_that_was_restarted_between_two_probes_is_another(
         time.sleep(0.5)
         assert only(fleet) == old
         if marked:
-            external.end()
-            external.start()
+            with fleet.hold():  # nobody asks meanwhile, however long it takes
+                external.end()
+                external.start()
+                until(external.listens)
         else:
             told = {"startup_time": None, "weight_version": "0"}
             external.site.tell("info.json", json.dumps(told))
         assert back(fleet, old) and fleet.events.get("hung") is None
+
+
+@pytest.mark.parametrize("before, pushed", [("7", 4), ("default", 0)])
+def test_weights_that_our_trainer_pushed_are_no_sign_of_another_process(
+    external: External, before: str, pushed: int
+) -> None:
+    """Also those of an older step, after a resume; what it has not pushed is."""
+    info = {"startup_time": None, "weight_version": before}
+    external.site.tell("info.json", json.dumps(info))
+    with external.fleet() as fleet:
+        old = only(fleet)
+        with fleet.hold():
+            info["weight_version"] = str(pushed)
+            external.site.tell("info.json", json.dumps(info))
+            fleet.pushed([old], pushed)
+        time.sleep(0.5)
+        assert only(fleet) == old and fleet.events == {}
+        info["weight_version"] = "default"  # as a new process has
+        external.site.tell("info.json", json.dumps(info))
+        assert back(fleet, old) and fleet.events == {"replaced": 1}
 
 
 def test_under_stop_a_named_server_that_fails_ends_the_run(external: External) -> None:
@@ -114,8 +145,8 @@ def test_a_version_that_nobody_has_tried_is_refused_at_the_start(external: Exter
     for version in ("0.4.9.post2", "0.6.0"):
         external.site.tell("info.json", json.dumps({"version": version}))
         with (
-            pytest.raises(ServerError, match=r"sglang .*supported: .*sglang 0.5.21 to 0.5.23"),
-            external.fleet(start_timeout_s=0.6),
+            pytest.raises(UnfitServerError, match=r"sglang .*supported: .*sglang 0.5.21 to 0.5.23"),
+            external.fleet(start_timeout_s=60),  # and nobody waits for it to become another
         ):
             pass
 
@@ -130,12 +161,41 @@ def test_an_older_version_is_asked_by_older_names(external: External) -> None:
 def test_a_server_of_other_ranks_than_the_settings_say_is_refused(external: External) -> None:
     external.site.tell("info.json", json.dumps({"tp_size": 4}))
     with (
-        pytest.raises(ServerError, match=r"rollout\.server_tp: found 2; accepted: 4"),
-        external.fleet(start_timeout_s=0.6, server_tp=2),
+        pytest.raises(UnfitServerError, match=r"rollout\.server_tp: found 2; accepted: 4"),
+        external.fleet(start_timeout_s=60, server_tp=2),
     ):
         pass
     with external.fleet(server_tp=4) as fleet:
         assert only(fleet).ranks == 4
+
+
+@pytest.mark.parametrize(
+    "info, longest",
+    [
+        ({"max_req_input_len": 93, "context_length": 4096}, 93),  # no room for more keys and values
+        ({"context_length": 4096}, 4090),
+        ({"max_req_input_len": None, "context_length": None}, None),  # it does not say
+        ({"engine": "megarl-embedded", "version": __version__, "context_length": 64}, 64),
+    ],
+)
+def test_a_server_that_cuts_the_longest_sequences_short_is_refused(
+    external: External, info: dict[str, object], longest: int | None
+) -> None:
+    external.site.tell("info.json", json.dumps(info))
+    with external.fleet(context_length=longest or 100_000) as fleet:
+        assert only(fleet)
+    if longest is None:
+        return
+    wanted = longest + 1
+    words = (
+        rf"rollout\.context_length: found {wanted}; accepted: at most {longest}, "
+        rf".*--context-length {wanted + 6} .*--context-length {wanted}\)"
+    )
+    managed = external.site.fleet(start_timeout_s=60, context_length=wanted)
+    named = external.fleet(start_timeout_s=60, context_length=wanted)
+    for name, fleet in (("server 0 cannot be used", managed), (external.url, named)):
+        with pytest.raises(UnfitServerError, match=f"{name}: {words}"), fleet:
+            pass
 
 
 def test_a_named_server_that_was_left_paused_or_half_updated_is_taken(external: External) -> None:
@@ -262,6 +322,26 @@ def test_without_a_supervisor_the_start_says_what_is_missing(site: Site) -> None
         site.fleet(discover=True, start_timeout_s=1),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_a_server_that_a_killed_trainer_left_paused_is_not_started_again(site: Site) -> None:
+    paused = site.program.parent / "paused"
+    with supervisor(site, "rollout.probe_timeout_s=0.7"):
+        until(lambda: told(site), 60)
+        before = told(site)
+        command = [sys.executable, "-c", HOLDS, str(site.run.root)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+            assert trainer.stdout is not None and trainer.stdout.readline() == "holds\n"
+            time.sleep(1.0)  # the supervisor looks every half second
+            site.tell("paused")
+            time.sleep(3.0)
+            trainer.kill()
+        assert paused.exists() and told(site) == before
+        until(lambda: not paused.exists(), 30)
+        time.sleep(2.0)
+        assert told(site) == before
+    assert "started again" not in (site.run.root / "supervisor.log").read_text()
 
 
 @pytest.mark.slow

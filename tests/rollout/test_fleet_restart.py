@@ -3,7 +3,9 @@
 import os
 import signal
 import socket
+import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from megarl.errors import ServerError
 from megarl.rollout import keeper, watching
 from megarl.rollout.process import lives
 from megarl.rollout.starter import free_port
+from megarl.rollout.watching import Hold
 from tests.rollout.fleets import Site, back, until
 
 
@@ -60,6 +63,31 @@ def test_a_server_that_lives_and_does_no_work_is_ended_and_started_again(
         if how != "SIGSTOP":
             site.take_back(how)
         assert back(fleet, old).url and site.deaths == []
+
+
+@pytest.mark.slow
+def test_a_server_that_was_left_paused_goes_on_unless_somebody_pushes(site: Site) -> None:
+    """It lacks nothing; but who lets a server go on in a push has it sample from mixed weights."""
+    asked, paused = site.program.parent / "calls", site.program.parent / "paused"
+    pushing = threading.Event()
+    with site.fleet(
+        probe_timeout_s=0.25, hold=Hold(lambda: nullcontext(not pushing.is_set()))
+    ) as fleet:
+        (old,) = fleet.members()
+        with fleet.hold():
+            site.tell("paused")
+            time.sleep(0.8)
+            assert paused.exists()
+        until(lambda: not paused.exists())  # by the keeper, after one probe without an answer
+        time.sleep(0.7)
+        assert fleet.members() == [old] and fleet.events == {}
+        asked.write_text("")
+        pushing.set()  # in another process, whose pause this is
+        site.tell("paused")
+        until(lambda: fleet.events.get("hung"))
+        assert paused.exists() and "/continue_generation" not in asked.read_text()
+        site.take_back("paused")
+        assert back(fleet, old)
 
 
 def test_a_suspect_must_generate_a_token(site: Site) -> None:

@@ -24,6 +24,7 @@ from tests.rollout.collecting import request as collected
 from tests.rollout.collecting import settings_in, write_folder
 from tests.rollout.conftest import Server as RealServer
 from tests.rollout.conftest import server_section
+from tests.rollout.rewards import even_length, grading
 from tests.rollout.scripted import EOS, VOCAB, Server
 from tests.rollout.test_pool import Gate, sampling, until
 from tests.rollout.test_sampler import check_whole, interrupting, pool_of, request, rules
@@ -139,7 +140,8 @@ def test_a_collector_is_told_which_version_servers_have(tmp_path: Path) -> None:
 
     async def run() -> None:
         server = Server(version=4)
-        work = Work(settings_in(write_folder(tmp_path, VOCAB, EOS)), lambda m, _=(): said.append(m))
+        settings = settings_in(write_folder(tmp_path, VOCAB, EOS))
+        work = Work(settings, lambda m, _=(): said.append(m), grading(even_length))
         async with server.running():
             members = [asdict(server.member)]
             work.handle({"do": "serve_from", "members": members, "version": 5})

@@ -10,7 +10,7 @@ import pytest
 from megarl.errors import DataError
 from megarl.rollout.scoring import Scorer
 from megarl.types import Completion, Finish, GroupRequest, Prompt, Sampling, Scored, VersionSpan
-from tests.rollout.rewards import even_length, in_parts
+from tests.rollout.rewards import even_length, grading, in_parts
 
 EOS = 1
 
@@ -43,7 +43,7 @@ def request(serial: int = 3, answer: int = 0, count: int = 2) -> GroupRequest:
 
 
 def test_a_sample_is_its_response_behind_its_prompt() -> None:
-    scorer = Scorer(spell, even_length)
+    scorer = Scorer(spell, grading(even_length))
     right, cut = scorer.samples(request(), [completion([4, 9, EOS]), completion([4] * 8, "length")])
     assert right.tokens.tolist() == [5, 6, 7, 4, 9, EOS]
     assert right.mask.tolist() == [False] * 3 + [True] * 3
@@ -64,7 +64,7 @@ def test_text_is_the_response_without_its_end_token_and_nothing_for_what_was_cut
         return 0.0
 
     parts = [completion([4, EOS, 9, EOS]), completion([4, EOS], "length"), completion([EOS])]
-    Scorer(spell, reward).samples(request(), parts)
+    Scorer(spell, grading(reward)).samples(request(), parts)
     assert seen == ["4 1 9", ""]
 
 
@@ -82,26 +82,26 @@ def test_f4_of_a_continued_response_only_the_last_versions_tokens_are_trained(
     spans: list[tuple[int, int]], trained: str
 ) -> None:
     part = completion([4, 9, 8, 4, 9, 8, EOS], spans=spans)
-    (sample,) = Scorer(spell, even_length, mask_continued=True).samples(request(), [part])
+    (sample,) = Scorer(spell, grading(even_length), mask_continued=True).samples(request(), [part])
     mask = [c == "1" for c in "000" + trained]
     assert sample.mask.tolist() == mask
     expected = [0, 0, 0, *part.logprobs.tolist()]
     assert sample.rollout_logprobs.tolist() == [e * m for e, m in zip(expected, mask, strict=True)]
     assert len(sample.tokens) == len(sample.mask) == len(sample.rollout_logprobs) == 10
-    (sample,) = Scorer(spell, even_length).samples(request(), [part])
+    (sample,) = Scorer(spell, grading(even_length)).samples(request(), [part])
     assert sample.mask.tolist() == [False] * 3 + [True] * 7
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan, math.inf, {}, "1", 1e300])
 def test_f13_a_reward_that_is_no_number_names_the_sample(wrong: Any) -> None:
-    scorer = Scorer(spell, lambda *_: wrong)
+    scorer = Scorer(spell, grading(lambda *_: wrong))
     with pytest.raises(DataError, match=r"the reward of sample p3/1 is .*accepted: a finite"):
         scorer.samples(request(), [completion([4] * 8, "length"), completion([4, EOS])])
 
 
 def test_a_reward_in_parts_is_kept_in_parts() -> None:
     parts = [completion([7] * n + [EOS]) for n in range(5)] + [completion([7] * 8, "length")]
-    scorer = Scorer(spell, in_parts)
+    scorer = Scorer(spell, grading(in_parts))
     *scored, cut = scorer.samples(request(), parts)
     assert scorer.reward_names == ("right", "words")
     for n, s in enumerate(scored):
@@ -120,7 +120,7 @@ def test_components_with_other_names_name_both_samples_and_both_lists() -> None:
     def reward(text: str, payload: Mapping[str, Any], finished: bool) -> Scored | float:
         return Scored({"a": 1.0, "b": 0.0}) if payload["answer"] else 1.0
 
-    scorer = Scorer(spell, reward)
+    scorer = Scorer(spell, grading(reward))
     scorer.samples(request(serial=1, answer=1), [completion([4, EOS])])
     words = "sample p2/0 has the components reward; accepted: those of sample p1/0, a, b$"
     with pytest.raises(DataError, match=words):
@@ -129,7 +129,7 @@ def test_components_with_other_names_name_both_samples_and_both_lists() -> None:
 
 def test_names_are_remembered_while_nothing_ends() -> None:
     """0 in as many components as were seen."""
-    scorer, cut = Scorer(spell, in_parts), completion([7] * 8, "length")
+    scorer, cut = Scorer(spell, grading(in_parts)), completion([7] * 8, "length")
     (first,) = scorer.samples(request(), [cut])
     assert scorer.reward_names == () and first.rewards.tolist() == [0.0]
     scorer.samples(request(), [completion([7, EOS])])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.rollout.probe import Probe
 from tests.sglang.conftest import Models
 from tests.sglang.contract import (
     EOS,
@@ -166,6 +167,8 @@ def test_how_much_of_a_context_can_be_used(server: Endpoint, shared_name: str) -
     assert len(generate(server, [3] * longest, 1)["output_ids"]) == 1
     status, reply = server.post("/generate", body([3] * (longest + 1), 1))
     assert status == 400
+    # Of a sequence that is continued all but its last token may be a prompt.
+    assert Probe(server.url, server.key).identity().longest == longest + 1
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from tests.sglang.contract import (
     Reference,
     body,
     exact_in_place,
+    experts_of,
     generate,
     logprobs_of,
     ok_within,
     pushed,
+    routing_of,
     running,
     spans_of,
 )
@@ -127,35 +129,51 @@ def test_health_is_asked_by_sampling_also_of_a_busy_server(
 
 
 def test_weights_over_a_group_in_mid_response(
-    server: Endpoint, background: ThreadPoolExecutor, tiny_models: Models, reference: Reference
+    server: Endpoint,
+    background: ThreadPoolExecutor,
+    tiny_models: Models,
+    reference: Reference,
+    shared_name: str,
 ) -> None:
-    """Tokens before it are of a, those after it of b over the whole prefix: spans are exact."""
-    future = running(server, background)
+    """Tokens before it are of a, those after it of b over the whole prefix: spans are exact. SGLang
+    reads experts when all is done, and has those of b for all.
+    """
+    future = running(server, background, return_routed_experts=True)
     pushed(server, background, tiny_models.b, "retract")
     reply = future.result(60)
     (_, _, border), second = spans_of(reply)
     assert 0 < border < LONG and second == ("12", border, LONG)
     tokens, at = PROMPT + reply["output_ids"], len(PROMPT) - 1
-    old, new = (reference(m, tokens)["logprobs"][at:] for m in (tiny_models.a, tiny_models.b))
-    assert logprobs_of(reply) == pytest.approx(old[:border] + new[border:], abs=TOLERANCE)
+    of_a, of_b = (reference(m, tokens) for m in (tiny_models.a, tiny_models.b))
+    expected = of_a["logprobs"][at:][:border] + of_b["logprobs"][at:][border:]
+    assert logprobs_of(reply) == pytest.approx(expected, abs=TOLERANCE)
+    rows, fed = routing_of(reply), at + border  # tokens that a has computed
+    assert experts_of(rows[:fed], of_a["routing"][:fed]) == (shared_name == "embedded")
+    assert experts_of(rows[:fed], of_b["routing"][:fed]) == (shared_name == "sglang")
+    assert experts_of(rows[fed:], of_b["routing"][fed:])
     assert server.request("GET", "/model_info", key=server.key)[1]["weight_version"] == "12"
 
 
 def test_weights_that_come_with_an_abort_give_back_what_old_ones_sampled(
     server: Endpoint, background: ThreadPoolExecutor, tiny_models: Models, reference: Reference
 ) -> None:
-    future = running(server, background)
+    future = running(server, background, return_routed_experts=True)
     pushed(server, background, tiny_models.b, "abort")
     reply = future.result(60)
     count = len(reply["output_ids"])
     assert 0 < count < LONG and spans_of(reply) == [("a", 0, count)]
     assert reply["meta_info"]["finish_reason"]["type"] == "abort"
-    rest = generate(server, PROMPT + reply["output_ids"], LONG - count)
+    fed = len(PROMPT) + count - 1
+    more = {"return_routed_experts": True, "routed_experts_start_len": fed}
+    rest = generate(server, PROMPT + reply["output_ids"], LONG - count, **more)
     assert spans_of(rest) == [("12", 0, LONG - count)]
     tokens, at = PROMPT + reply["output_ids"] + rest["output_ids"], len(PROMPT) - 1
-    old, new = (reference(m, tokens)["logprobs"][at:] for m in (tiny_models.a, tiny_models.b))
+    of_a, of_b = (reference(m, tokens) for m in (tiny_models.a, tiny_models.b))
     found = logprobs_of(reply) + logprobs_of(rest)
-    assert found == pytest.approx(old[:count] + new[count:], abs=TOLERANCE)
+    expected = of_a["logprobs"][at:][:count] + of_b["logprobs"][at:][count:]
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+    assert experts_of(routing_of(reply), of_a["routing"][:fed])
+    assert experts_of(routing_of(rest), of_b["routing"][fed:])
 
 
 def test_weights_in_place_are_exact_to_the_token_or_refused(
@@ -168,7 +186,7 @@ def test_weights_in_place_are_exact_to_the_token_or_refused(
     """SGLang overlaps steps unless it is told not to (test_push.py), and would name one token's
     version wrong.
     """
-    future = running(server, background)
+    future = running(server, background, return_routed_experts=True)
     if shared_name == "sglang":
         control = ServerControl(server.url, server.key)
         with pytest.raises(ServerError, match="--disable-overlap-schedule"):

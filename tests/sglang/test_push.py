@@ -129,7 +129,7 @@ def test_a_push_in_place_and_then_sglang_is_killed_in_the_middle_of_one(
     )
     with server, ThreadPoolExecutor(4) as background:
         ok(server, "/update_weight_version", new_version="a")
-        future = running(server, background)
+        future = running(server, background, return_routed_experts=True)
         pushed(server, background, tiny_models.b, "in_place")
         fresh = generate(server, num_tokens=8)
         exact_in_place(future.result(60), tiny_models, reference)

@@ -44,6 +44,9 @@ elif "torch.distributed.run" in arguments:
     statuses = os.environ.get("STATUS", "0").split(",")
     sys.exit(int(statuses[min(attempt, len(statuses) - 1)]))
 elif "go-on" in arguments:
+    if "GO_ON_FAILS" in os.environ:
+        print("not started again", file=sys.stderr)
+        sys.exit(1)
     print(os.environ.get("GO_ON", "run.resume=true"))
 elif "servers" in arguments:
     def ended(*_):
@@ -53,6 +56,14 @@ elif "servers" in arguments:
     signal.signal(signal.SIGTERM, ended)
     time.sleep(float(os.environ.get("SECONDS_OF_SERVING", "60")))
     sys.exit(1)
+"""
+
+
+# Launchers sleep a second at a time.
+SLEEP = """\
+#!/bin/bash
+echo "[\\"sleep\\", \\"$1\\"]" >>'{calls}'
+exec /bin/sleep "${{SECONDS_OF_SLEEP:-0}}"
 """
 
 
@@ -68,6 +79,8 @@ class Cluster:
         for name in ("srun", "scontrol", "scancel", "python"):
             (folder / "bin" / name).write_text(text)
             (folder / "bin" / name).chmod(0o755)
+        (folder / "bin" / "sleep").write_text(SLEEP.format(calls=self.calls_file))
+        (folder / "bin" / "sleep").chmod(0o755)
         self.environment = {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "PYTHON": str(folder / "bin" / "python"),

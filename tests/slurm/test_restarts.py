@@ -1,5 +1,6 @@
 """Launchers that start the trainer again, and the servers that stay meanwhile."""
 
+import re
 import signal
 import time
 from pathlib import Path
@@ -21,6 +22,10 @@ def launches(cluster: Cluster) -> list[list[str]]:
     calls = cluster.calls("torch.distributed.run")
     starts = {option(call, "--rdzv-id"): call for call in calls}
     return [call[call.index("megarl.train") + 1 :] for call in starts.values()]
+
+
+def option_after(call: list[str], name: str) -> str:
+    return call[call.index(name) + 1]
 
 
 def ids(cluster: Cluster) -> list[str]:
@@ -48,7 +53,11 @@ def test_a_trainer_that_fails_goes_on_from_its_checkpoint_and_the_servers_stay(
     assert len(served) == 1 and served[0][-2:] == ["c.yaml", "a=b c"]  # no discovery for them
     assert option(served[0], "--parent-pid").isdecimal()
     assert len(cluster.calls("servers ended")) == 1
-    assert "restart 1 of 3" in errors and "restart 2 of 3" in errors
+    assert "restart 1 of 3 of the trainer in 1 s run.resume=true\n" in errors
+    assert "restart 2 of 3 of the trainer in 2 s run.resume=true\n" in errors
+    assert cluster.calls("sleep") == [["sleep", "1"]] * 3
+    failed = [option_after(call, "--launch") for call in cluster.calls("go-on")]
+    assert failed == [first, f"{first}-r1"]
 
 
 @SCRIPTS
@@ -62,6 +71,38 @@ def test_after_the_last_restart_the_run_has_failed_and_nothing_remains(
     assert all("run.resume=true" not in call for call in launches(cluster))  # no checkpoint
     assert len(cluster.calls("first-error")) == 3 and str(cluster.run_dir) in errors
     assert len(cluster.calls("servers ended")) == 1
+
+
+@pytest.mark.slow
+@SCRIPTS
+def test_every_restart_waits_longer_than_the_one_before_up_to_a_minute(
+    cluster: Cluster, script: Path
+) -> None:
+    code, errors = cluster.submit("c.yaml", script=script, STATUS="1", RESTARTS="8")
+    assert code == 1
+    assert re.findall(r"in (\d+) s", errors) == ["1", "2", "4", "8", "16", "32", "60", "60"]
+    assert cluster.calls("sleep") == [["sleep", "1"]] * (1 + 2 + 4 + 8 + 16 + 32 + 60 + 60)
+
+
+@SCRIPTS
+def test_what_a_restart_does_not_mend_is_not_started_again(cluster: Cluster, script: Path) -> None:
+    code, errors = cluster.submit(
+        *["c.yaml"], script=script, STATUS="1", RESTARTS="5", SERVERS="1", GO_ON_FAILS="1"
+    )
+    assert code == 1 and len(ids(cluster)) == 1 and "not started again" in errors
+    assert cluster.calls("sleep") == [] and len(cluster.calls("servers ended")) == 1
+
+
+@SCRIPTS
+def test_a_stop_between_two_starts_is_the_end(cluster: Cluster, script: Path) -> None:
+    job = cluster.start(
+        *["c.yaml"], script=script, STATUS="1", RESTARTS="5", SERVERS="1", SECONDS_OF_SLEEP="0.5"
+    )
+    while not cluster.calls("sleep"):
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == 128 + signal.SIGTERM
+    assert len(ids(cluster)) == 1 and len(cluster.calls("servers ended")) == 1
 
 
 @SCRIPTS
