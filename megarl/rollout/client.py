@@ -148,8 +148,8 @@ class RolloutClient:
         """JSON of a list of replies, out of what has come."""
         return raw
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        """Frees the server of requests nobody waits for any more, if it still listens."""
+    async def abort(self, rids: Sequence[str]) -> bool:
+        """Frees the server of requests nobody waits for any more; whether it has heard of all."""
         done = 0
 
         async def abort(rid: str) -> None:
@@ -164,6 +164,7 @@ class RolloutClient:
                 await asyncio.gather(*(abort(rid) for rid in rids), return_exceptions=True)
         if done < len(rids):
             log.warning("%s: %d of %d aborts failed", self.url, len(rids) - done, len(rids))
+        return done == len(rids)
 
     async def close(self) -> None:
         self._closed = True

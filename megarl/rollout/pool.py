@@ -7,10 +7,12 @@
    sequences each); whoever finds no room, or no server, waits.
 3. A server that fails a request, or answers garbage `GARBAGE_IN_A_ROW` times, is suspected aloud
    and avoided for a pause that doubles every time; then one request tries it, and if that ends
-   well, all is well again. A group does not go back to a server that failed it while there is
-   another.
+   well, all is well again. One that is busy is avoided likewise, and not suspected. A group does
+   not go back to a server that failed it while there is another.
 4. Servers that `serve_from` no longer names lose their requests (`Withdrawn`), and so do, after
-   partial answers have been waited for (a router brings none), all of them at `recall`.
+   partial answers have been waited for (a router brings none), all of them at `recall`. An abort
+   that SGLang hears of while it is paused is lost, and so are later ones of that request: what does
+   not end after `_ABORTS_HEARD` of them is given up.
 """
 
 import asyncio
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 GARBAGE_IN_A_ROW = 3
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _ABORT_EVERY_S = 0.5
+_ABORTS_HEARD = 10  # in a row, while nothing else of that server ends either
 _RECALL_TIMEOUT_S = 30.0
 
 
@@ -103,20 +106,30 @@ class Lease:
         asking = self._asking
         if asking is None:
             return
-        if not self._server.client.can_abort:
-            asking.cancel()
-            await asyncio.wait([asking])
-            return
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + _RECALL_TIMEOUT_S
-        while not asking.done() and loop.time() < deadline:
-            # Again and again: an abort that comes before its request is one of nothing.
-            await self._server.client.abort(self._rids)
-            await asyncio.wait([asking], timeout=_ABORT_EVERY_S)
+        if self._server.client.can_abort:
+            await self._abort(asking)
         if not asking.done():
-            self._pool.fail(self._server, f"no answer {_RECALL_TIMEOUT_S:g} s after an abort")
             asking.cancel()
             await asyncio.wait([asking])
+
+    async def _abort(self, asking: "asyncio.Task[Outcome]") -> None:
+        """Until it has ended, or nothing speaks for it that it will."""
+        server, loop = self._server, asyncio.get_running_loop()
+        deadline = loop.time() + _RECALL_TIMEOUT_S
+        heard, running = 0, len(server.leases)
+        while not asking.done() and heard < _ABORTS_HEARD and loop.time() < deadline:
+            # Again and again: an abort that comes before its request is one of nothing.
+            heard += await server.client.abort(self._rids)
+            await asyncio.wait([asking], timeout=_ABORT_EVERY_S)
+            if len(server.leases) < running:
+                heard, running = 0, len(server.leases)
+        if asking.done():
+            return
+        if heard:
+            where = f"{server.member.name} ({server.member.url})"
+            log.warning("%s: aborts did not end a request; it is given up", where)
+        else:
+            self._pool.fail(server, f"no answer {_RECALL_TIMEOUT_S:g} s after an abort")
 
     def end(self) -> None:
         """Lets go of the answer, which would otherwise live until cycles are looked for."""
@@ -134,7 +147,6 @@ class _Server:
     failures: int = 0  # pauses since it last ended a request well
     garbage: int = 0  # answers in a row
     avoided_until: float = 0.0
-    failing_since: float | None = None  # None: its last request that says anything ended well
     gone: bool = False
 
     def usable(self, now: float) -> bool:
@@ -226,22 +238,14 @@ class Pool:
         self.serve_from([])
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def failing_s(self) -> float:
-        """For how long no server has ended a request well; 0 as soon as there is another one, or
-        none: then it is the fleet's business.
-        """
-        since = [server.failing_since for server in self._servers.values()]
-        begun = [at for at in since if at is not None]
-        if not begun or len(begun) < len(since):
-            return 0.0
-        return asyncio.get_running_loop().time() - max(begun)
-
     def client(self, member: Member) -> RolloutClient:
         return self._servers[member].client
 
     def judge(self, server: _Server, outcome: Outcome) -> None:
         """What a request's end says of its server."""
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, Failure) and outcome.busy:
+            self._avoid(server, outcome.reason)
+        elif isinstance(outcome, Failure):
             self.fail(server, outcome.reason)
         elif isinstance(outcome, Answer) and outcome.wrong:
             server.garbage += 1
@@ -251,21 +255,24 @@ class Pool:
                 self.fail(server, f"{count}; the last one: {outcome.wrong}")
         else:
             server.failures = server.garbage = 0
-            server.avoided_until, server.failing_since = 0.0, None
+            server.avoided_until = 0.0
 
     def fail(self, server: _Server, reason: str) -> None:
+        if self._avoid(server, reason):
+            self._suspected(server.member, reason)
+
+    def _avoid(self, server: _Server, reason: str) -> bool:
+        """False where it is already, or gone."""
         loop = asyncio.get_running_loop()
         if server.gone or loop.time() < server.avoided_until:
-            return  # requests that were in flight together fail together: that is one failure
+            return False  # requests that were in flight together fail together: one failure
         pause = min(_PAUSE_S * 2**server.failures, _LONGEST_PAUSE_S) * random.uniform(0.8, 1.2)
         server.failures += 1
         server.avoided_until = loop.time() + pause
-        if server.failing_since is None:
-            server.failing_since = loop.time()
         loop.call_later(pause + 0.001, self._place)  # never a moment too early
         member = server.member
         log.warning("%s (%s): %s; avoided for %.1f s", member.name, member.url, reason, pause)
-        self._suspected(member, reason)
+        return True
 
     def _place(self) -> None:
         """Gives servers to those who wait, in their order, as far as there is room."""

@@ -40,8 +40,8 @@ class RoutedClient(RolloutClient):
         wrong = [o.wrong if isinstance(o, Answer) else o.reason for o in outcomes]
         return Answer(parts, next((words for words in wrong if words), ""))
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        return
+    async def abort(self, rids: Sequence[str]) -> bool:
+        return False
 
     def _batch(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
         (tokens,), (sampling,), (rid,) = body["input_ids"], body["sampling_params"], body["rid"]

@@ -9,8 +9,9 @@
    by the tokens before, and one row of routing for every token but the last, each as it was when
    that token was first fed.
 4. Whatever is whole is kept. A request that fails costs only what was not known of it, and is made
-   again elsewhere, `Rules.max_attempts` times in all. What no server took (no connection, busy) is
-   no attempt, unless for `Rules.patience_s` no server took any. A refusal (4xx) ends the group.
+   again elsewhere, `Rules.max_attempts` times in all. What no server took (no connection, busy,
+   other weights) is no attempt; a group that nobody has taken for `Rules.patience_s`, however often
+   it was offered, has failed, whatever becomes of others. A refusal (4xx) ends the group.
 5. An abort that brings nothing is no failure; after `_FRUITLESS` in a row the group has failed.
 """
 
@@ -81,7 +82,7 @@ async def sample_group(
         where = lease.member
         group.troubled = isinstance(outcome, Failure)
         if not (isinstance(outcome, Failure) and not outcome.taken):
-            group.untaken_since = None
+            group.untaken, group.untaken_since = 0, None
         if isinstance(outcome, Withdrawn):
             group.withdrawn += not lease.recalled
         elif isinstance(outcome, Refusal):
@@ -91,13 +92,13 @@ async def sample_group(
             if outcome.taken:
                 group.failure(where, outcome.reason)
             else:
-                group.not_taken(where, outcome.reason, pool.failing_s())
+                group.not_taken(where, outcome.reason)
         else:
             group.take(outcome, where, recalled=lease.recalled)
             if outcome.wrong:
                 group.failure(where, outcome.wrong)
         if group.troubled and not group.ended:
-            await _pause(group.failures + group.fruitless)
+            await _pause(group.failures + group.fruitless + group.untaken)
     return group.result()
 
 
@@ -177,7 +178,7 @@ class _Group:
         self.avoid: frozenset[Member] = frozenset()
         self.failed, self.discarded = "", False
         self.troubled = False  # its last request brought nothing that was hoped for
-        self.failures = self.withdrawn = self.fruitless = self.tokens = 0
+        self.failures = self.withdrawn = self.fruitless = self.untaken = self.tokens = 0
         self.untaken_since: float | None = None  # nobody has taken it since then
 
     @property
@@ -251,14 +252,15 @@ class _Group:
             times = "once" if self.failures == 1 else f"{self.failures} times"
             self.failed = f"failed {times}, the last time at {server.name} ({server.url}): {reason}"
 
-    def not_taken(self, server: Member, reason: str, failing_s: float) -> None:
-        """``failing_s``: for how long nobody else's requests have been taken, either."""
+    def not_taken(self, server: Member, reason: str) -> None:
+        """Part of the time it may have waited for room: it has its number of offers, too."""
         now = time.monotonic()
+        self.untaken += 1
         self.untaken_since = self.untaken_since or now
-        seconds = min(failing_s, now - self.untaken_since)
-        if seconds > self.rules.patience_s:
+        seconds = now - self.untaken_since
+        if seconds > self.rules.patience_s and self.untaken >= self.rules.max_attempts:
             which = f"the last one {server.name} ({server.url}): {reason}"
-            self.failed = f"no server has taken a request for {seconds:.0f} s, {which}"
+            self.failed = f"no server has taken it for {seconds:.0f} s, {which}"
 
     def result(self) -> Sampled:
         whole: Sequence[Completion] = ()

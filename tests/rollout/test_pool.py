@@ -234,23 +234,28 @@ def test_a_server_that_fails_is_told_of_and_avoided_and_others_are_asked_first()
     asyncio.run(run())
 
 
-def test_the_pause_after_a_failure_grows_and_one_request_at_a_time_tries_again() -> None:
+@pytest.mark.parametrize("broken", [True, False])
+def test_the_pause_after_a_failure_grows_and_one_request_at_a_time_tries_again(
+    broken: bool,
+) -> None:
+    """Who is only busy is not suspected: to be asked for proof of life would not help."""
+
     async def run() -> None:
         times: list[float] = []
 
         async def fails(server: Server, request: web.Request, body: Any) -> Any:
             times.append(time.monotonic())
             assert server.open == 1
-            return web.Response(status=503) if len(times) <= 5 else None
+            return web.Response(status=500 if broken else 503) if len(times) <= 5 else None
 
         server = Server(script=fails)
         async with pool_of(server) as pool:
-            first = sampling(pool, request(0), attempts=1)
-            await until(lambda: len(times) == 1)
-            others = [sampling(pool, request(n), attempts=1) for n in range(1, 4)]
+            first = sampling(pool, request(0), attempts=9)
+            await until(lambda: pool._servers[server.member].failures == 1)
+            others = [sampling(pool, request(n), attempts=9) for n in range(1, 4)]
             server.script = fails
             check_whole(await first, request())
-            assert [reason for _, reason in pool.suspects] == ["HTTP 503: "] * 5
+            assert [reason for _, reason in pool.suspects] == ["HTTP 500: "] * 5 * broken
             pauses = [b - a for a, b in itertools.pairwise(times)][:5]
             for n, pause in enumerate(pauses):
                 assert 0.8 * 0.01 * 2**n <= pause

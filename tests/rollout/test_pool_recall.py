@@ -102,11 +102,75 @@ def test_recalls_in_a_row_are_no_end_of_a_response_without_tokens() -> None:
     asyncio.run(run())
 
 
-def test_a_recall_ends_at_a_server_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.pool._RECALL_TIMEOUT_S", 0.3)
+class Deaf(Server):
+    """Hears no abort, as one whose process stands still."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        if request.path == "/abort_request":
+            await asyncio.sleep(60)
+        return await super().handle(request)
+
+
+def test_a_recall_ends_where_aborts_are_heard_and_have_no_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang, of a request that came during a pause. The server is as good as before."""
+    monkeypatch.setattr("megarl.rollout.pool._ABORT_EVERY_S", 0.02)
 
     async def run() -> None:
         server = Server(script=Gate())
+        async with pool_of(server, timeout_s=60.0) as pool:
+            task = sampling(pool, request(), attempts=1)
+            await until(lambda: server.open == 1)
+            start = time.monotonic()
+            await pool.recall()
+            assert time.monotonic() - start < 5
+            assert pool.suspects == []
+            heard = {rid: server.aborted.count(rid) for rid in server.bodies[0]["rid"]}
+            assert set(heard.values()) == {10 + 1}  # and once it is given up
+            server.script = None
+            pool.resume()
+            check_whole(await task, request())
+
+    asyncio.run(run())
+
+
+def test_a_recall_waits_as_long_as_a_server_ends_one_request_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large answers take their time; what comes last is not given up."""
+    monkeypatch.setattr("megarl.rollout.pool._ABORT_EVERY_S", 0.02)
+    monkeypatch.setattr("megarl.rollout.pool._ABORTS_HEARD", 20)
+    turn = asyncio.Lock()
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        while not set(body["rid"]) <= set(server.aborted):
+            await asyncio.sleep(0.005)
+        async with turn:
+            await asyncio.sleep(0.15)
+            return server.replies(body, 4)
+
+    async def run() -> None:
+        server = Server(script=script)
+        async with pool_of(server, timeout_s=60.0) as pool:
+            tasks = [sampling(pool, request(n), attempts=1) for n in range(8)]
+            await until(lambda: server.open == 8)
+            await pool.recall()
+            server.script = None
+            pool.resume()
+            for task in tasks:
+                check_whole(await task, request())
+            assert {len(ids) for body in server.bodies[8:] for ids in body["input_ids"]} == {7}
+
+    asyncio.run(run())
+
+
+def test_a_recall_ends_at_a_server_that_does_not_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.pool._RECALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("megarl.rollout.client._ABORT_TIMEOUT_S", 0.1)
+
+    async def run() -> None:
+        server = Deaf(script=Gate())
         async with pool_of(server, timeout_s=60.0) as pool:
             task = sampling(pool, request(), attempts=1)
             await until(lambda: server.open == 1)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from megarl.rollout.pool import Wish
 from megarl.rollout.sampler import sample_group
-from megarl.types import Member
+from megarl.types import GroupRequest, Member, Prompt, Sampling
 from tests.rollout.scripted import Server
 from tests.rollout.test_sampler import (
     check_whole,
@@ -162,9 +163,64 @@ def test_a_group_that_no_server_ever_takes_fails_in_bounded_time(busy: bool) -> 
                 pool.serve_from([elsewhere])
             by = replace(rules(), patience_s=0.2)
             found = await asyncio.wait_for(sample_group(request(), pool, by), 10)
-            assert "no server has taken a request for " in found.failed
+            assert "no server has taken it for " in found.failed
             assert ("HTTP 503" if busy else "server 1 (http://127.0.0.1:9)") in found.failed
             assert found.completions == ()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [503, 429, 408])
+def test_a_group_of_its_own_that_no_server_takes_fails_while_others_are_sampled(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is too large for a proxy, say. Others are asked of the same servers all the while."""
+    monkeypatch.setattr("megarl.rollout.pool._LONGEST_PAUSE_S", 0.05)
+    refused = GroupRequest(0, 1, Prompt("p", (9, 6, 7), {}), (1, 2), Sampling(1.0, 8))
+    asked = 0
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        nonlocal asked
+        if body["input_ids"][0][0] != 9:
+            return None
+        asked += 1
+        return web.Response(status=status)
+
+    async def run() -> None:
+        async with pool_of(Server(script=script), Server(script=script, name="server 1")) as pool:
+            by = replace(rules(), patience_s=0.3)
+            task = asyncio.ensure_future(sample_group(refused, pool, by))
+            others = 0
+            async with asyncio.timeout(20):
+                while not task.done():
+                    check_whole(await sample_group(request(others + 1), pool, by), request())
+                    others += 1
+                    await asyncio.sleep(0.01)
+            found = await task
+            assert f": HTTP {status}: " in found.failed and found.attempts == 1
+            assert found.failed.startswith("no server has taken it for ")
+            assert pool.suspects == [] and others > 3
+            assert 5 <= asked < 20  # the pauses between them double
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_room_is_not_out_of_patience() -> None:
+    """Between two offers it waited for longer than patience_s: other groups had the server."""
+
+    async def script(server: Server, request: web.Request, body: Any) -> Any:
+        return web.Response(status=503) if len(server.bodies) <= 2 else None
+
+    async def run() -> None:
+        server = Server(script=script)
+        async with pool_of(server, max_in_flight=4) as pool:
+            by = replace(rules(), patience_s=0.1)
+            task = asyncio.ensure_future(sample_group(request(2), pool, by))
+            while not server.bodies:
+                await asyncio.sleep(0.001)
+            async with pool.lease(Wish(1, 4, 10)):
+                await asyncio.sleep(0.3)
+            check_whole(await task, request())
 
     asyncio.run(run())
 

@@ -215,6 +215,11 @@ def test_a_group_goes_through_the_router_as_requests_of_its_own(site: Site) -> N
     sent = [body for _, body in site.asked()]
     assert sorted(body["rid"] for body in sent) == ["r0", "r1", "r2"]
     assert {body["sampling_params"]["sampling_seed"] for body in sent} == {7, 8, 9}
+    # Of what is said to be off, nulls do not pass: managed servers, which alone have routers, must
+    # not have defaults of such (config/rollout_rules.py).
+    off = {"n": 1, "min_new_tokens": 0, "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
+    for params in (body["sampling_params"] for body in sent):
+        assert {name: params[name] for name in off} == off and "logit_bias" not in params
 
     # A request that is given up ends at the server, whose connection the router closes.
     (site.program.parent / "hang_generate").write_text("")
