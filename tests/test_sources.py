@@ -61,6 +61,11 @@ def test_a_run_that_goes_on_samples_anew_with_the_length_of_its_stage(pool: Work
     assert limits == {"of stage 2": 24, "without stages": 9}
 
 
+def test_a_collection_knows_what_decides_its_samples(pool: WorkerPool) -> None:
+    (known,) = pool.run("tests.work_sources:decisive", world=1, rollout={"temperature": 0.7})
+    assert known["rollout.temperature"] == 0.7 and known["moe.routing_replay"] == "without rollout"
+
+
 def test_a_checkpoint_needs_room_for_the_samples_that_are_left_over(pool: WorkerPool) -> None:
     """Models of 1,000 bytes a rank on 4 ranks, and 77 of samples on all of them together."""
     (needed,) = pool.run("tests.work_sources:bytes_of_a_checkpoint", world=1)

@@ -14,7 +14,7 @@ from megarl.config.schema import Config
 from megarl.curriculum import LengthCurriculum
 from megarl.errors import DataError
 from megarl.evaluation import Evaluations
-from megarl.rollout_source import RolloutSource
+from megarl.rollout_source import RolloutSource, collection_settings
 
 
 class Words:
@@ -89,6 +89,10 @@ def limits_as_the_collection_loads(rank: int) -> dict[str, int]:
         )
         source.load_state({"collection": {}, **state}, Path("unused"), 3)
     return found
+
+
+def decisive(rank: int, rollout: dict[str, Any]) -> dict[str, Any]:
+    return dict(collection_settings(settings(rollout=rollout)).decisive)
 
 
 def bytes_of_a_checkpoint(rank: int) -> int:
