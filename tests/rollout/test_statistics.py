@@ -29,6 +29,7 @@ from megarl.types import (
     VersionSpan,
 )
 from tests.helpers.samples import random_samples
+from tests.rollout.rewards import grading
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 6])
@@ -92,7 +93,7 @@ def test_a_response_is_as_long_as_it_was_sampled_whatever_of_it_is_trained(
     tokens = np.full(40, 5, np.int32)
     whole = Completion("r", tokens, -np.ones(40, np.float32), finish, tuple(spans))
     asked = GroupRequest(0, 1, Prompt("p", (2, 3, 4), {}), (0,), Sampling(1.0, 40))
-    scorer = Scorer(lambda _: "", lambda *_: 1.0, mask_continued=masked)
+    scorer = Scorer(lambda _: "", grading(lambda *_: 1.0), mask_continued=masked)
     (sample,) = scorer.samples(asked, [whole])
     assert sample.trained_tokens == (parts[-1][1] if masked else 40)
     for known in (sample, sample.untrained(), sample.facts, sample.facts.untrained()):
