@@ -179,7 +179,10 @@ class Collector:
                 self._process.wait(_CLOSE_TIMEOUT_S)
         if self._process.poll() is None:  # it imports still, or hangs
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_CLOSE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.error("the collector (pid %d) does not end, killed as it is", self._process.pid)
         self._connection.close()
 
     # ---- beyond it -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ It is a process group of its own, logs to the run directory, and dies with us ev
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -15,7 +16,10 @@ from typing import IO
 
 from megarl.rollout.process import child_environment
 
+log = logging.getLogger(__name__)
+
 TERM_S = 3.0
+_KILL_S = 10.0  # a process that waits for a device or a file system may not end even then
 _TAIL_BYTES = 3000
 
 
@@ -49,11 +53,12 @@ class ManagedServer:
         threading.Thread(target=wait, name=f"watch-{self.name}", daemon=True).start()
 
     def stop(self, grace_s: float = TERM_S) -> None:
-        """SIGTERM, then SIGKILL after `grace_s`, to the whole group."""
+        """SIGTERM, then SIGKILL after `grace_s`, to the whole group; waits for neither for ever."""
         self.signal_group(signal.SIGTERM)
         if not self._ended.wait(grace_s):
             self.signal_group(signal.SIGKILL)
-            self._ended.wait()
+            if not self._ended.wait(_KILL_S):
+                log.error("%s (pid %d) does not end, killed as it is", self.name, self.process.pid)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended within `timeout_s`."""

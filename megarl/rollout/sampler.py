@@ -6,8 +6,8 @@
    its group, as `Rules.partial` says. With an end token, or at the end of its budget, it is whole:
    a server that samples the last token of a response while it is told to abort says "abort".
 3. A continued response is the concatenation of its parts: tokens, log-probs, version spans shifted
-   by the tokens before, and one row of routing for every token but the last, each as it was when
-   that token was first fed.
+   by the tokens before, and one row of routing for every token but the last, as servers tell it
+   (docs/routing-replay.md: not all of them as it was when that token was first fed).
 4. Whatever is whole is kept. A request that fails costs only what was not known of it, and is made
    again elsewhere, `Rules.max_attempts` times in all. What no server took (no connection, busy,
    other weights) is no attempt; a group that nobody has taken for `Rules.patience_s`, however often

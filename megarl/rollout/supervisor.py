@@ -64,7 +64,8 @@ def supervise(
     watch = HoldWatch(run_dir)
     try:
         fleet = start_fleet(
-            section.model_copy(update={"discover": False}),
+            # The router is the trainer's, who tells it who serves.
+            section.model_copy(update={"discover": False, "router_command": ()}),
             run_dir=run_dir,
             model=model,
             dtype=dtype,
