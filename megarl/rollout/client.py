@@ -27,7 +27,16 @@ import orjson
 from megarl.rollout.replies import Answer, Ask, OtherWeights, first_row, read_answer
 from megarl.types import RoutingShape, Sampling
 
-__all__ = ["Answer", "Ask", "Failure", "Outcome", "Refusal", "RolloutClient", "new_rids"]
+__all__ = [
+    "Answer",
+    "Ask",
+    "Failure",
+    "Outcome",
+    "Refusal",
+    "RolloutClient",
+    "new_rids",
+    "request_body",
+]
 log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -112,7 +121,7 @@ class RolloutClient:
         of the weights that the server has.
         """
         rids = [ask.rid for ask in asks]
-        batch = self._batch(_body(asks, sampling, routing is not None))
+        batch = self._batch(request_body(asks, sampling, routing is not None))
         body = orjson.dumps(batch, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             status, raw = await self._post("/generate", body, self._timeout_s)
@@ -192,7 +201,8 @@ class RolloutClient:
             return response.status, await response.content.read()
 
 
-def _body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> Mapping[str, Any]:
+def request_body(asks: Sequence[Ask], sampling: Sampling, routing: bool) -> Mapping[str, Any]:
+    """What `/generate` is asked; `routing`: for routed experts, too."""
     shared = {
         "temperature": sampling.temperature,
         "ignore_eos": sampling.ignore_eos,

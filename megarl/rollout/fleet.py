@@ -63,7 +63,7 @@ class Fleet:
 
     @property
     def events(self) -> dict[str, int]:
-        """Counted since the start: restarts, died, hung, given_up, replaced."""
+        """Counted since the start: restarts, died, hung, garbled, given_up, replaced."""
         return dict(self._care.events)
 
     def members(self) -> list[Member]:

@@ -182,9 +182,10 @@ class NamedKeeper(Keeper):
         care = self._care
         if end.kind != "closed":
             care.count(end.kind)
-        if end.kind in ("hung", "given_up") and self._disown is not None:
+        fails = end.kind in ("hung", "garbled")
+        if (fails or end.kind == "given_up") and self._disown is not None:
             self._disown(self.boot, end.reason)
-        if end.kind == "hung" and not care.restart:
+        if fails and not care.restart:
             care.report(ServerDeath(self.name, str(end)))
         if end.kind == "given_up":
             self._given_up += 1

@@ -10,7 +10,6 @@ While generation is paused SGLang does not answer: nobody asks then (`Hold`).
 import asyncio
 import json
 import logging
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,11 @@ from typing import Any
 import aiohttp
 
 from megarl.errors import ServerError
+from megarl.rollout.client import new_rids, request_body
 from megarl.rollout.control import new_session
 from megarl.rollout.features import longest_of, version_of
+from megarl.rollout.replies import Ask, OtherWeights, read_answer
+from megarl.types import Sampling
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,10 @@ class Identity:
         return self.weights == later.weights
 
 
+class WrongAnswerError(ServerError):
+    """It answers, but not what a client could use: being busy does not excuse it."""
+
+
 class _Missing(ServerError):
     """There is no such endpoint."""
 
@@ -60,12 +66,14 @@ class Probe:
 
     def check(self, timeout_s: float, *, token_timeout_s: float | None = None) -> Identity:
         """Who answers, once it has shown within `timeout_s` that it does work, and then, if
-        `token_timeout_s` is given, within that by a token for us. Tokens that it generated for
-        others since the last check show the same. A server whose update of weights was left
-        half-way lacks nothing but a push. Raises ServerError."""
+        `token_timeout_s` is given, within that by a token for us, told as a client needs it. Tokens
+        that it generated for others since the last check show that it works, too. A server whose
+        update of weights was left half-way lacks nothing but a push. Raises ServerError."""
         before = self._progress
         try:
             asyncio.run(self._check(timeout_s, token_timeout_s))
+        except WrongAnswerError:
+            raise
         except ServerError:
             found = self.identity(timeout_s)
             busy = before is not None and found.progress != before
@@ -92,16 +100,20 @@ class Probe:
         await self._ask("GET", "/health_generate", None, timeout_s)
         if token_timeout_s is None:
             return
-        rid = f"probe-{uuid.uuid4().hex}"
-        sampling = {"max_new_tokens": 1, "temperature": 0.0}
-        body = {"rid": rid, "input_ids": [0], "sampling_params": sampling}
+        (rid,) = new_rids(1)
+        ask = Ask(rid, [0], budget=1, seed=0)
+        body = request_body([ask], Sampling(temperature=1.0, max_new_tokens=1), routing=False)
         try:
-            reply = _object(await self._ask("POST", "/generate", body, token_timeout_s))
+            reply = await self._ask("POST", "/generate", body, token_timeout_s)
         except ServerError:
             await self._abort(rid)
             raise
-        if not isinstance(reply.get("output_ids"), list):
-            raise ServerError(f"{self.url}: /generate: no output_ids in {str(reply)[:200]}")
+        try:
+            wrong = read_answer(reply.encode(), [ask], None).wrong
+        except OtherWeights:  # whoever compares identities knows what that means
+            wrong = ""
+        if wrong:
+            raise WrongAnswerError(f"{self.url}: /generate: {wrong}")
 
     async def _identity(self, timeout_s: float) -> Identity:
         info = await self._told("server_info", timeout_s)

@@ -2,7 +2,8 @@
 over it and says whether it may be asked.
 
 1. A server is a member from the answer to its first probe until it ends, is given up, or leaves
-   two probes in a row unanswered. One unanswered probe is only a reason to ask again at once.
+   two probes in a row unanswered, or answers them with garbage. One failed probe is only a reason
+   to ask again at once.
 2. A boot that was withdrawn never comes back: whoever returns is a new one, since it may have
    missed weights meanwhile.
 3. Nothing that was asked before or inside a `Hold` counts: servers pause while weights arrive.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megarl.errors import ServerError
-from megarl.rollout.probe import Identity, Probe
+from megarl.rollout.probe import Identity, Probe, WrongAnswerError
 from megarl.types import Member
 
 log = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class _Order:
 class End:
     """Why a server is no member any more; `kind` is what it counts as in `Care.events`."""
 
-    kind: Literal["closed", "died", "hung", "given_up", "replaced"]
+    kind: Literal["closed", "died", "hung", "garbled", "given_up", "replaced"]
     reason: str = ""
 
     def __str__(self) -> str:
@@ -122,6 +123,7 @@ _WORDS = {
     "closed": "closed",
     "died": "died",
     "hung": "hangs: ",
+    "garbled": "answers garbage: ",
     "given_up": "given up: ",
     "replaced": "is another process than before",
 }
@@ -234,7 +236,8 @@ class Keeper(ABC):
                 log.warning("%s: probe %d of 2 failed: %s", self.name, failures, outcome)
                 if failures == 2:
                     why = f"{outcome}" + (f" ({suspicion})" if suspicion else "")
-                    return End("hung", why)
+                    garbled = isinstance(outcome, WrongAnswerError)
+                    return End("garbled" if garbled else "hung", why)
                 self._care.hold.outside(probe.resume)
                 wait_s = AGAIN_S
             else:

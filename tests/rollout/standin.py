@@ -10,6 +10,7 @@ folder of the program:
 * `paused`: likewise `hang`, until `/continue_generation`, which removes it.
 * `refuse`: `/health_generate` says 503.
 * `fail`: a new process ends at once with exit code 7.
+* `garbage.json`: what its responses say instead of what they should, by key.
 * `info.json`: what `/server_info` says; `argv.json` is written: what it was started with.
 * `gone`: paths of requests that were given up before they were answered.
 * `calls`: every request, a line each: its port, method, path and body.
@@ -41,6 +42,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         self.answer(self.rfile.read(length).decode())
 
+    def response(self, rid: str) -> dict[str, object]:
+        """One sampled token, or what `garbage.json` makes of it."""
+        told = HERE / "garbage.json"
+        garbage = json.loads(told.read_text()) if told.exists() else {}
+        meta = {
+            "id": rid,
+            "finish_reason": {"type": "length", "length": 1},
+            "output_token_logprobs": [[-0.5, 3, None]],
+            "weight_version": "0",
+        }
+        meta |= {key: value for key, value in garbage.items() if key in meta}
+        return {"output_ids": garbage.get("output_ids", [3]), "meta_info": meta}
+
     def answer(self, body: str = "") -> None:
         port = self.server.server_address[1]
         with (HERE / "calls").open("a") as calls:
@@ -63,6 +77,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.say(503, {"error": "not now"})
         if self.path in ("/server_info", "/model_info") and (HERE / "old").exists():
             return self.say(404, {})
+        if self.path == "/generate":
+            return self.say(200, [self.response(rid) for rid in json.loads(body)["rid"]])
         info = HERE / "info.json"
         self.say(
             200,
@@ -70,7 +86,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "version": "0.5.23",
                 "startup_time": self.boot,
                 "weight_version": "0",
-                "output_ids": [3],
                 "steps": time.time_ns() if (HERE / "busy").exists() else 1,
                 **(json.loads(info.read_text()) if info.exists() else {}),
             },

@@ -1,5 +1,6 @@
 """Servers that die, hang or are given up: noticed, ended, started again, and counted."""
 
+import json
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +103,38 @@ def test_a_suspect_must_generate_a_token(site: Site) -> None:
         until(lambda: fleet.events.get("hung"))
         site.take_back("hang_generate")
         assert back(fleet, old)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"output_ids": "three"},
+        {"output_ids": [3, 3]},
+        {"output_ids": [-3]},
+        {"output_token_logprobs": None},
+        {"output_token_logprobs": [[None, 3, None]]},
+        {"output_token_logprobs": [[0.5, 3, None]]},
+        {"output_token_logprobs": [[-0.5, 4, None]]},
+        {"id": "somebody-else"},
+        {"finish_reason": "tired"},
+    ],
+    ids=str,
+)
+def test_a_suspect_whose_answers_are_garbage_is_started_again_however_busy(
+    site: Site, garbage: dict[str, Any]
+) -> None:
+    with site.fleet() as fleet:
+        (old,) = fleet.members()
+        site.tell("busy")
+        fleet.suspect(old, "a wrong answer")
+        time.sleep(0.8)
+        assert fleet.members() == [old] and fleet.events == {}  # its answers are fine
+        site.tell("garbage.json", json.dumps(garbage))
+        fleet.suspect(old, "a wrong answer")
+        until(lambda: fleet.events.get("garbled"))
+        assert fleet.members() == []
+        site.take_back("garbage.json")
+        assert back(fleet, old) and fleet.events == {"garbled": 1, "restarts": 1}
 
 
 def test_a_busy_server_is_not_taken_for_a_hung_one(site: Site) -> None:
