@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rollout.client import Answer, Ask, RolloutClient, _body, new_rids
+from megarl.rollout.client import Answer, Ask, RolloutClient, new_rids, request_body
 from megarl.rollout.pool import Pool
 from megarl.rollout.sampler import Rules, sample_group
 from megarl.types import GroupRequest, Member, Prompt, RoutingShape, Sampling, VersionSpan
@@ -98,7 +98,7 @@ def test_sglang_knows_no_parameter_that_requests_leave_out() -> None:
     )
     internal = known[known.index("stop_strs") :]
     assert internal[-1] == "ebnf_full_assistant" and len(internal) == 6, "look at the new ones"
-    (asked,) = _body([Ask("r", [2], 3, 4)], Sampling(1.0, 3), False)["sampling_params"]
+    (asked,) = request_body([Ask("r", [2], 3, 4)], Sampling(1.0, 3), False)["sampling_params"]
     left_out = {"stream_interval", "watermark"}
     assert set(known) - set(internal) - left_out == set(asked)
 
