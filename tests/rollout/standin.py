@@ -10,7 +10,7 @@ folder of the program:
 * `paused`: likewise `hang`, until `/continue_generation`, which removes it.
 * `refuse`: `/health_generate` says 503.
 * `fail`: a new process ends at once with exit code 7.
-* `garbage.json`: what its responses say instead of what they should, by key.
+* `response.json`: what its responses say instead of what they would, by key.
 * `info.json`: what `/server_info` says; `argv.json` is written: what it was started with.
 * `gone`: paths of requests that were given up before they were answered.
 * `calls`: every request, a line each: its port, method, path and body.
@@ -43,17 +43,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.answer(self.rfile.read(length).decode())
 
     def response(self, rid: str) -> dict[str, object]:
-        """One sampled token, or what `garbage.json` makes of it."""
-        told = HERE / "garbage.json"
-        garbage = json.loads(told.read_text()) if told.exists() else {}
+        """One sampled token, or what `response.json` makes of it."""
+        file = HERE / "response.json"
+        told = json.loads(file.read_text()) if file.exists() else {}
         meta = {
             "id": rid,
             "finish_reason": {"type": "length", "length": 1},
             "output_token_logprobs": [[-0.5, 3, None]],
             "weight_version": "0",
         }
-        meta |= {key: value for key, value in garbage.items() if key in meta}
-        return {"output_ids": garbage.get("output_ids", [3]), "meta_info": meta}
+        meta |= {key: value for key, value in told.items() if key in meta}
+        return {"output_ids": told.get("output_ids", [3]), "meta_info": meta}
 
     def answer(self, body: str = "") -> None:
         port = self.server.server_address[1]
@@ -78,7 +78,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path in ("/server_info", "/model_info") and (HERE / "old").exists():
             return self.say(404, {})
         if self.path == "/generate":
-            return self.say(200, [self.response(rid) for rid in json.loads(body)["rid"]])
+            rids = json.loads(body)["rid"]
+            several = isinstance(rids, list)
+            return self.say(200, list(map(self.response, rids)) if several else self.response(rids))
         info = HERE / "info.json"
         self.say(
             200,

@@ -129,11 +129,11 @@ def test_a_suspect_whose_answers_are_garbage_is_started_again_however_busy(
         fleet.suspect(old, "a wrong answer")
         time.sleep(0.8)
         assert fleet.members() == [old] and fleet.events == {}  # its answers are fine
-        site.tell("garbage.json", json.dumps(garbage))
+        site.tell("response.json", json.dumps(garbage))
         fleet.suspect(old, "a wrong answer")
         until(lambda: fleet.events.get("garbled"))
         assert fleet.members() == []
-        site.take_back("garbage.json")
+        site.take_back("response.json")
         assert back(fleet, old) and fleet.events == {"garbled": 1, "restarts": 1}
 
 

@@ -98,14 +98,14 @@ class Site:
             return 0
 
     def say_completion(self) -> None:
-        meta = {
+        told = {
+            "output_ids": [5, 6],
             "id": "r1",
             "finish_reason": {"type": "length"},
             "output_token_logprobs": [[-0.5, 5, None], [-0.25, 6, None]],
             "weight_version": "0",
         }
-        told = {"output_ids": [5, 6], "meta_info": meta}
-        (self.program.parent / "info.json").write_text(json.dumps(told))
+        (self.program.parent / "response.json").write_text(json.dumps(told))
 
     def asked(self) -> list[tuple[int, dict[str, Any]]]:
         """(port, body) of every /generate that reached a worker."""
