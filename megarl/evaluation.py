@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.hostcomm import agree, any_rank
 from megarl.protocols import Collector
 from megarl.servers import Servers
-from megarl.sync.links import in_background
+from megarl.sync.asking import in_background
 from megarl.types import Prompt, Sampling, StepMetrics
 
 log = logging.getLogger(__name__)

@@ -120,6 +120,10 @@ class Mesh:
             ep=inner // self.etp % self.ep,
         )
 
-    def sender(self, stage: int) -> int:
-        """The rank that sends stage ``stage``'s weights to the rollout servers."""
-        return stage * self.stage_size
+    def senders(self, stage: int, count: int) -> list[int]:
+        """The ranks that send stage ``stage``'s weights to the rollout servers: as far apart as
+        they can be, so that they have links of their own.
+        """
+        first, size = stage * self.stage_size, self.stage_size
+        assert 1 <= count <= size, (count, size)
+        return [first + k * size // count for k in range(count)]

@@ -28,11 +28,11 @@ class WeightSource(Protocol):
     """The trainer's weights under Hugging Face names."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) of this rank's pipeline stage, in a fixed order, on the stage's
-        sender.
+        """(HF name, whole tensor) of this rank's pipeline stage, in a fixed order; each on one of
+        the stage's senders.
 
-        Collective: all ranks of the stage iterate to the end (gathers inside); the others get
-        nothing.
+        Collective: all ranks of the stage iterate to the end (gathers inside); those that send
+        nothing get nothing.
         """
         ...
 
@@ -43,6 +43,7 @@ class WeightSink(Protocol):
     name: str
     boot: str  # of one start of its process (``Member``)
     ranks: int  # members of a weight group
+    proves: bool  # once, that what it receives is what it computes with (``snapshot``)
 
     @property
     def local_address(self) -> str:
@@ -50,7 +51,8 @@ class WeightSink(Protocol):
         ...
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """``op``: begin, join_group, leave_group, receive, load_path, digest, commit, alive.
+        """``op``: begin, join_group, leave_group, receive, load_path, digest, snapshot, compare,
+        commit, alive.
 
         Raises ServerError when the server refuses, does not answer in time or answers
         success=false.
@@ -90,7 +92,9 @@ class Actor(Protocol):
         """Back to the device, to stay; bit for bit but for gradients, which are zero."""
         ...
 
-    def weights(self) -> WeightSource: ...
+    def weights(self, senders: int = 1) -> WeightSource:
+        """``senders`` of every pipeline stage."""
+        ...
 
 
 class Critic(Protocol):

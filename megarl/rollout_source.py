@@ -9,9 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megarl.actor.residence import WEIGHTS
 from megarl.books import Books
 from megarl.collection import Collection
 from megarl.config.failures import on_failure
@@ -35,7 +32,7 @@ from megarl.rollout.process import read_key, read_or_make_key
 from megarl.schedule import SCHEDULES, CollectionSettings, decisive_settings
 from megarl.servers import Servers
 from megarl.sources import Surroundings, held_here, replayed
-from megarl.sync.broadcast import BroadcastTransport
+from megarl.transports import build_transport
 from megarl.types import Max, Member, Metric, Prompt, StepMetrics
 
 log = logging.getLogger(__name__)
@@ -58,7 +55,7 @@ class RolloutSource:
         self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
         self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
         self.fleet = self._start_fleet()
-        self.transport = self._transport()
+        self.transport = build_transport(config, parallel, run.actor)
         self.servers = Servers(
             self.transport,
             parallel.host,
@@ -228,21 +225,6 @@ class RolloutSource:
         agree(error, self.parallel.host, "starting the rollout servers")
         return fleet
 
-    def _transport(self) -> BroadcastTransport:
-        mesh, sync = self.parallel.mesh, self.config.sync
-        return BroadcastTransport(
-            source=self.run.actor.weights(),
-            rank=self.parallel.rank,
-            stage=self.parallel.at.pp,
-            senders=[mesh.sender(stage) for stage in range(mesh.pp)],
-            host=self.parallel.host,
-            backend=_backend(self.config),
-            max_bytes=int(sync.bucket_mb * 2**20),
-            timeout_s=sync.timeout_s,
-            pause_mode=self.config.rollout.pause_mode,
-            at_hand=partial(self.run.actor.resident, WEIGHTS),
-        )
-
     @cached_property
     def _key(self) -> str:
         """Read once: every rank names every server in every push."""
@@ -287,14 +269,6 @@ class RolloutSource:
             except OSError as e:
                 error = e
         agree(error, self.parallel.host, "recording rollouts")
-
-
-def _backend(config: Config) -> str:
-    """NCCL needs a device per member; a server that we start shares its device with rank 0."""
-    if config.sync.backend != "auto":
-        return config.sync.backend
-    elsewhere = config.rollout.urls or config.rollout.discover
-    return "nccl" if torch.cuda.is_available() and elsewhere else "gloo"
 
 
 def collection_settings(config: Config) -> CollectionSettings:

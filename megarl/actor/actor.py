@@ -122,8 +122,9 @@ class MegatronActor(TrainedModel):
             by_layer=self.metrics_by_layer,
         )
 
-    def weights(self) -> MegatronWeights:
-        return MegatronWeights(self.model, self.spec, self.parallel)
+    def weights(self, senders: int = 1) -> MegatronWeights:
+        """``senders`` of every pipeline stage."""
+        return MegatronWeights(self.model, self.spec, self.parallel, senders)
 
     def _old_routing(self, rows: list[PackedBatch]) -> RoutedPass | None:
         return None if self.replay is None else self.replay.old_pass(self.model, rows)

@@ -1,11 +1,13 @@
 """The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
 
-One rank a stage, the sender, ends up with each tensor whole; no rank ever holds more than one
-bucket and, while it is gathered, one parameter of all expert ranks. Where files stack a layer's
-experts in one tensor, the sender also holds one such tensor, until its last expert is there. Ranks
-outside the sender's groups take no part.
+Every tensor ends up whole on one of the stage's senders, those of a layer on the same one; layers
+take turns among them. No rank ever holds more than one bucket and, while it is gathered, one
+parameter of all expert ranks. Where files stack a layer's experts in one tensor, its sender also
+holds one such tensor, until its last expert is there. Ranks outside a sender's groups take no part
+in what it gathers.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,6 +20,8 @@ from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
 
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
 
 class MegatronWeights:
     """Implements ``protocols.WeightSource`` for the stage of this rank; tensors keep the
@@ -25,15 +29,20 @@ class MegatronWeights:
     """
 
     def __init__(
-        self, model: Sequence[torch.nn.Module], spec: ModelSpec, parallel: Parallel
+        self,
+        model: Sequence[torch.nn.Module],
+        spec: ModelSpec,
+        parallel: Parallel,
+        senders: int = 1,
     ) -> None:
+        """``senders`` of every stage."""
         self.model, self.parallel = model, parallel
         self.mapping = mapping_for(spec, padded_vocab(spec))
         self.experts = spec.experts
-        self.sender = parallel.mesh.sender(parallel.at.pp)
+        self.senders = parallel.mesh.senders(parallel.at.pp, senders)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, whole tensor) on the sender, nothing elsewhere. Collective over the sender's
+        """(HF name, whole tensor) on its sender, nothing elsewhere. Collective over the senders'
         groups.
         """
         stack = _Stack(self.experts)
@@ -64,15 +73,15 @@ class MegatronWeights:
         """
         expert = self.mapping.is_expert(name)
         group = self.parallel.experts if expert else self.parallel.tp
-        ranks = dist.get_process_group_ranks(group)
-        if self.sender not in ranks:
+        ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
+        if sender not in ranks:
             return
-        sending = self.parallel.rank == self.sender
+        sending = self.parallel.rank == sender
         parts = [torch.empty_like(shard) for _ in ranks] if sending else None
         if len(ranks) == 1:
             parts = [shard.contiguous()]
         else:
-            dist.gather(shard.contiguous(), parts, dst=self.sender, group=group)
+            dist.gather(shard.contiguous(), parts, dst=sender, group=group)
         if not sending or parts is None:
             return
         if not expert:
@@ -80,7 +89,13 @@ class MegatronWeights:
             return
         mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
         for ep in range(mesh.ep):
-            yield shift_expert(name, ep * local_experts), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
+            further = (ep - self.parallel.at.ep) * local_experts
+            yield shift_expert(name, further), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
+
+    def _sender_of(self, name: str) -> int:
+        """What is in no layer (embeddings, the output layer) is the last one's."""
+        layer = _LAYER.search(name)
+        return self.senders[int(layer[1]) % len(self.senders) if layer else -1]
 
 
 def _values(weight: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,10 @@ def layout_problems(
     actor = _Subject("", config.parallel, row, align)
     found = list(_problems(actor, world_size, hf))
     yield from found
+    stage = config.parallel.tp * config.parallel.cp * config.parallel.dp
+    if config.sync.senders > stage:
+        accepted = f"1 to {stage}: the ranks of a pipeline stage"
+        yield Problem("sync.senders", str(config.sync.senders), accepted)
     there = config.critic.lr is not None and config.algo.needs_values
     if not there or not (config.critic.parallel or config.critic.hf):
         return

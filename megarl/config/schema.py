@@ -190,6 +190,8 @@ class DataSection(Section):
 
 
 class SyncSection(Section):
+    senders: Annotated[int, Field(ge=1, le=4)] = 1
+    """Ranks of every pipeline stage that send to servers, each a part of its layers."""
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host

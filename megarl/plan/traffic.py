@@ -14,7 +14,7 @@ a pass that recomputation repeats is sent again)::
 
 A pipeline of pp stages idles (pp - 1) / (m vpp) of the time that it works.
 
-A weight push gathers each stage's tensors on its sender, which sends them on to the servers under
+A weight push gathers each stage's tensors on its senders, which send them on to the servers under
 their published names; nothing of it is padded. Of a rollout's token a trainer rank gets what it
 uses of the samples of its own data-parallel rank: the first stage 4 bytes of id, the last these, 1
 of mask and 4 of log-prob, and every stage, where routing is recorded, topk ids of 1 or 2 bytes
@@ -95,7 +95,7 @@ def _data_parallel(spec: ModelSpec, mesh: Mesh, choices: Choices) -> Traffic:
 
 
 def pushed_bytes(spec: ModelSpec, mesh: Mesh, stage: int, choices: Choices) -> int:
-    """What the sender of a stage sends to every server in a weight push: all tensors of the stage
+    """What the senders of a stage send to every server in a weight push: all tensors of the stage
     under their published names. A multi-token prediction layer has the tables that it shares once
     more.
     """

@@ -119,6 +119,8 @@ def calls_of(op: str, features: Features) -> tuple[Call, ...]:
 class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
 
+    proves = False
+
     def __init__(
         self,
         url: str,

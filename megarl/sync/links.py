@@ -2,7 +2,8 @@
 
 1. A group joins one sender with servers. Over gloo every server has a group of its own: a broadcast
    in gloo is a tree, in which one that hangs holds up those behind it. Over NCCL all servers of a
-   push share one, so that the sender's link carries a bucket once, however many they are.
+   push share one, so that the sender's link carries a bucket once, however many they are; then
+   senders take turns (turns.py).
 2. A group lasts as long as its servers are named by (name, boot). One that is not named for
    `_IDLE_PUSHES` pushes is left.
 3. A group is broken by its first failure, and never used again. Those of its servers that are not
@@ -11,23 +12,23 @@
 
 import itertools
 import logging
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megarl.errors import SyncError
 from megarl.protocols import WeightSink
+from megarl.sync.asking import ask, failed, failure, first_error, in_background, refusals
+from megarl.sync.carrier import Identity, Outcome, identities
 from megarl.sync.group import abandon_group, create_store, join_group, leave_group
-from megarl.types import TensorSpec
+from megarl.sync.packing import Packed
+from megarl.sync.turns import Turns
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SHARED = {"gloo": False, "nccl": True}  # rule 1, by backend
 
@@ -35,25 +36,6 @@ _LEAVE_S = 5.0
 _ALIVE_S = 10.0
 _ACCOUNT_S = 1.0  # for a server to say what failed, when its group has
 _IDLE_PUSHES = 8
-
-Identity = tuple[str, str]  # of a server's process: name, boot
-
-
-@dataclass
-class Outcome:
-    """What has become of a push's servers so far. ``lost``: why, by name. ``again``: those that
-    were in a group with one that failed.
-    """
-
-    lost: dict[str, str] = field(default_factory=dict)
-    again: set[str] = field(default_factory=set)
-
-    def add(self, lost: Mapping[str, str], again: Iterable[str]) -> None:
-        self.lost = {**lost, **self.lost}  # the first reason counts
-        self.again = (self.again | set(again)) - self.lost.keys()
-
-    def out(self) -> set[str]:
-        return self.lost.keys() | self.again
 
 
 @dataclass(eq=False)
@@ -77,18 +59,29 @@ class Link:
 
 
 class Links:
-    """The groups of one sender."""
+    """The groups of one sender: a ``Carrier``."""
 
-    def __init__(self, stage: int, backend: str, timeout_s: float, *, shared: bool) -> None:
+    def __init__(
+        self, label: str, backend: str, timeout_s: float, turns: Turns | None = None
+    ) -> None:
+        """``label`` of the sender, for names. ``turns``: servers share groups, and senders take
+        turns; None: every server has a group of its own.
+        """
         # of its own for every run: a server may still be in the group of one that was killed
-        self._name = f"megarl-{uuid.uuid4().hex[:8]}-stage{stage}"
-        self._backend, self._timeout_s, self._shared = backend, timeout_s, shared
+        self._name = f"megarl-{uuid.uuid4().hex[:8]}-{label}"
+        self._backend, self._timeout_s, self._turns = backend, timeout_s, turns
         self._links: dict[tuple[Identity, ...], Link] = {}
         self._numbers = itertools.count(1)
 
-    def open(self, sinks: Sequence[WeightSink]) -> Outcome:
+    def open(self, sinks: Sequence[WeightSink], attempt: int) -> Outcome:
         """Groups with all of these servers, those that exist already included."""
-        parts = [tuple(sinks)] if self._shared else [(sink,) for sink in sinks]
+        if self._turns is None:
+            return self._open(sinks)
+        self._turns.begin(str(attempt))
+        return self._in_turn(self._turns, lambda: self._open(sinks), {s.name for s in sinks})
+
+    def _open(self, sinks: Sequence[WeightSink]) -> Outcome:
+        parts = [(sink,) for sink in sinks] if self._turns is None else [tuple(sinks)]
         wanted = {identities(part): part for part in parts if part}
         self._retire(wanted.keys(), {sink.name for sink in sinks})
         outcome = Outcome()
@@ -100,19 +93,14 @@ class Links:
                 self._links[link.key] = link
         return outcome
 
-    def send(self, flat: torch.Tensor, specs: Sequence[TensorSpec], names: set[str]) -> Outcome:
-        """One bucket to those of ``names``; returns when they have it."""
-        links = [link for link in self._links.values() if link.names <= names]
-        missing = names.difference(*(link.names for link in links))
-        if missing:
-            raise SyncError(f"tensors to send, and no group with {', '.join(sorted(missing))}")
-        on = flat.cpu() if self._backend == "gloo" else flat
-        under_way = [(link, self._start(link, on, specs)) for link in links]
-        outcome = Outcome()
-        for link, replies in under_way:
-            found = self._finish(link, replies)
-            outcome.add(found.lost, found.again)
-        return outcome
+    def send(self, bucket: Packed, names: set[str]) -> Outcome:
+        if self._turns is None:
+            return self._send(bucket, names)
+        return self._in_turn(self._turns, lambda: self._send(bucket, names), names)
+
+    def finish(self, version: int, sinks: Sequence[WeightSink]) -> Outcome:
+        """They have everything already."""
+        return Outcome()
 
     def drop(self, names: Iterable[str]) -> None:
         """The groups that these servers are in are broken."""
@@ -128,6 +116,16 @@ class Links:
             for sink, reply in zip(link.sinks, replies, strict=True):
                 if (error := reply.exception()) is not None:
                     log.warning("%s: leaving weight group %s: %s", sink.name, link.name, error)
+
+    def _in_turn(self, turns: Turns, act: Callable[[], Outcome], names: set[str]) -> Outcome:
+        """What another sender's turn has broken is not waited for once more."""
+        with turns() as whole:
+            if not whole:
+                return Outcome(again=set(names))
+            outcome = act()
+            if outcome.out():
+                turns.fail()
+            return outcome
 
     # ---- joining and leaving -------------------------------------------------------------------
 
@@ -179,7 +177,7 @@ class Links:
         del store  # whoever still waits in it, here or there, gives up at once
         mine.add_done_callback(self._end_joined)
         _part(name, sinks)
-        return None, self._blame(sinks, _refusals(sinks, joins), _first_error([*joins, mine]))
+        return None, self._blame(sinks, refusals(sinks, joins), first_error([*joins, mine]))
 
     def _end_joined(self, mine: "Future[dist.ProcessGroup]") -> None:
         if not failed(mine):
@@ -187,21 +185,26 @@ class Links:
 
     # ---- a bucket ------------------------------------------------------------------------------
 
-    def _start(
-        self, link: Link, flat: torch.Tensor, specs: Sequence[TensorSpec]
-    ) -> list[Future[Any]]:
-        message = {
-            "names": [s.name for s in specs],
-            "dtypes": [s.dtype for s in specs],
-            "shapes": [list(s.shape) for s in specs],
-            "group_name": link.name,
-        }
+    def _send(self, bucket: Packed, names: set[str]) -> Outcome:
+        links = [link for link in self._links.values() if link.names <= names]
+        missing = names.difference(*(link.names for link in links))
+        if missing:
+            raise SyncError(f"tensors to send, and no group with {', '.join(sorted(missing))}")
+        under_way = [(link, self._start(link, bucket)) for link in links]
+        outcome = Outcome()
+        for link, replies in under_way:
+            found = self._finish(link, replies)
+            outcome.add(found.lost, found.again)
+        return outcome
+
+    def _start(self, link: Link, bucket: Packed) -> list[Future[Any]]:
+        message = {**described(bucket), "group_name": link.name}
         replies = [ask(sink, "receive", message, self._timeout_s) for sink in link.sinks]
         try:
-            link.work = dist.broadcast(flat, group_src=0, group=link.group, async_op=True)
+            link.work = dist.broadcast(bucket.flat, group_src=0, group=link.group, async_op=True)
         except RuntimeError as error:  # the other end is gone already
             # Not the error itself: its traceback would keep the group alive, and open.
-            replies.append(_failure(str(error)))
+            replies.append(failure(str(error)))
         return replies
 
     def _finish(self, link: Link, replies: list[Future[Any]]) -> Outcome:
@@ -209,7 +212,7 @@ class Links:
         once, and the broadcast would only time out.
         """
         wait(replies, return_when=FIRST_EXCEPTION)
-        broken = _first_error(replies)
+        broken = first_error(replies)
         if not broken and link.work is not None:
             try:
                 link.work.wait()
@@ -222,7 +225,7 @@ class Links:
         wait(replies, timeout=_ACCOUNT_S)
         if len(link.sinks) > 1:  # until then the others may still wait in it
             wait([closing], timeout=self._timeout_s + _ACCOUNT_S)
-        return self._blame(link.sinks, _refusals(link.sinks, replies), broken)
+        return self._blame(link.sinks, refusals(link.sinks, replies), broken)
 
     # ---- failures ------------------------------------------------------------------------------
 
@@ -258,33 +261,13 @@ class Links:
         return closing
 
 
-def identities(sinks: Iterable[WeightSink]) -> tuple[Identity, ...]:
-    return tuple((sink.name, sink.boot) for sink in sinks)
-
-
-def ask(
-    sink: WeightSink, op: str, payload: Mapping[str, Any], timeout_s: float
-) -> "Future[dict[str, Any]]":
-    """The reply to come; calls block, and servers are asked together."""
-    return in_background(sink.control, op, payload, timeout_s)
-
-
-def in_background(function: Callable[..., T], *args: Any, **options: Any) -> "Future[T]":
-    """Its result to come, from a thread that does not hold up the end of the process."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args, **options))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def failed(future: "Future[Any]") -> bool:
-    return future.done() and future.exception() is not None
+def described(bucket: Packed) -> dict[str, Any]:
+    """What a receiver is told of it, in SGLang's fields."""
+    return {
+        "names": [spec.name for spec in bucket.specs],
+        "dtypes": [spec.dtype for spec in bucket.specs],
+        "shapes": [list(spec.shape) for spec in bucket.specs],
+    }
 
 
 def _end_group(link: Link, backend: str) -> None:
@@ -296,19 +279,3 @@ def _end_group(link: Link, backend: str) -> None:
 def _part(group: str, sinks: Iterable[WeightSink]) -> list[Future[Any]]:
     """Has the servers leave a group; it is nobody's failure if they do not."""
     return [ask(sink, "leave_group", {"group_name": group}, _LEAVE_S) for sink in sinks]
-
-
-def _refusals(sinks: Sequence[WeightSink], replies: Sequence[Future[Any]]) -> dict[str, str]:
-    """What each server said that failed; replies are in their order."""
-    pairs = zip(sinks, replies, strict=False)
-    return {sink.name: str(reply.exception()) for sink, reply in pairs if failed(reply)}
-
-
-def _first_error(futures: Sequence[Future[Any]]) -> str:
-    return next((str(future.exception()) for future in futures if failed(future)), "")
-
-
-def _failure(reason: str) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_exception(SyncError(reason))
-    return future

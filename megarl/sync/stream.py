@@ -1,16 +1,13 @@
-"""A weight push as a stream of named tensors: cut into buckets, laid flat, and accounted for by
-digests.
+"""Named tensors as they travel: laid flat, described, and accounted for by digests.
 
-1. A bucket is a list of (name, tensor). Every name goes into exactly one bucket, once.
-2. A bucket holds at most `max_bytes`; a tensor that is larger by itself travels alone.
-3. Flat, a bucket is its tensors' raw bytes one after another. A tensor begins at a multiple of its
-   item size, so wider types come first inside a bucket.
-4. A tensor's digest (`megarl.ops.digest`) covers dtype, shape and bytes; a push's digest covers
+1. Flat, a bucket is its tensors' raw bytes one after another. A tensor begins at a multiple of its
+   item size (packing.py cuts buckets so).
+2. A tensor's digest (`megarl.ops.digest`) covers dtype, shape and bytes; a push's digest covers
    every name and its digest. Both ends compute it on their own copy, where that lies.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -23,27 +20,6 @@ def push_digest(digests: Mapping[str, str]) -> str:
     """One digest for a whole push: sha256 over the lines `name digest`, sorted by name."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def bucketize(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
-    """Cuts the stream into buckets of at most `max_bytes`; reads no further ahead than one tensor.
-
-    Raises SyncError when a name comes a second time.
-    """
-    seen: set[str] = set()
-    bucket: Bucket = []
-    size = 0
-    for name, tensor in tensors:
-        if name in seen:
-            raise SyncError(f"weights: {name} was produced twice in one push")
-        seen.add(name)
-        if bucket and size + tensor.nbytes > max_bytes:
-            yield _widest_first(bucket)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield _widest_first(bucket)
 
 
 def specs_of(bucket: Bucket) -> list[TensorSpec]:
@@ -86,12 +62,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise SyncError(f"dtype: found {name!r}; accepted: a torch dtype such as 'bfloat16'")
     return dtype
-
-
-def _widest_first(bucket: Bucket) -> Bucket:
-    return sorted(
-        bucket, key=lambda item: -item[1].element_size()
-    )  # stable: order kept in one dtype
 
 
 def _offsets(specs: Sequence[TensorSpec]) -> list[int]:

@@ -16,7 +16,9 @@ class TensorSpec:
 @dataclass(frozen=True)
 class SyncReceipt:
     """Proof of one weight push: what the trainer sent and every server confirmed before it sampled
-    again.
+    again. ``calls``: buckets announced to a server. ``stall_seconds``: from the servers' pause
+    until they go on. ``verify_seconds``: what digests took on one end and their comparison
+    together, though some of that was beside the sending.
     """
 
     version: int
@@ -24,6 +26,9 @@ class SyncReceipt:
     num_bytes: int
     seconds: float
     digest: str
+    calls: int = 0
+    stall_seconds: float = 0.0
+    verify_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

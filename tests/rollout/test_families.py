@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from megarl.ops import digest
 from megarl.rollout.embedded_model import SlotModel
 from megarl.sync.receiver import ModelReceiver
-from megarl.sync.stream import bucketize, specs_of
+from megarl.sync.stream import specs_of
 from tests.helpers.families import MODELS, reference_logprobs, save_model
 from tests.helpers.samples import random_samples
+from tests.sync.bucketing import bucketize
 from tests.sync.sender import Sender
 
 GROUPS = itertools.count()

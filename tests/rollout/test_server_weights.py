@@ -17,9 +17,10 @@ from megarl.errors import ServerError
 from megarl.ops import digest
 from megarl.rollout.control import ServerControl
 from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, specs_of
+from megarl.sync.stream import flatten, specs_of
 from tests.rollout.conftest import SLOTS, Reference, Server
 from tests.rollout.test_server_generate import output_logprobs, wait_for
+from tests.sync.bucketing import bucketize
 
 CROWD = 3 * SLOTS
 

@@ -9,7 +9,6 @@ from megarl.ops import digest
 from megarl.rollout.collector import Collector, CollectorSettings
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rundir import RunDir
-from megarl.sync.stream import bucketize
 from megarl.types import GroupRequest, Member, Prompt, RoutingShape, Sampling, VersionSpan
 from tests.rollout.conftest import (
     CONTEXT,
@@ -25,6 +24,7 @@ from tests.rollout.conftest import (
 from tests.rollout.spelling import write_tokenizer
 from tests.rollout.test_server_weights import Sender
 from tests.sglang.server import SUPPORT, VENV, require_sglang
+from tests.sync.bucketing import bucketize
 
 ARGUMENTS = (
     "--device cpu --skip-tokenizer-init --attention-backend torch_native "

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from megarl.ops import digest
 from megarl.sync.group import create_store, join_group, leave_group
-from megarl.sync.stream import bucketize, flatten, specs_of
+from megarl.sync.stream import flatten, specs_of
 from tests.sglang.server import Endpoint
+from tests.sync.bucketing import bucketize
 
 PROMPT = [4, 11, 7, 19, 3, 8, 22, 5, 14, 9, 6]
 GROUP = "weights"

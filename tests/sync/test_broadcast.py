@@ -22,7 +22,7 @@ from tests.sync.servers import Rewrite, Server, digests_of, http, proxied, start
 
 pytestmark = pytest.mark.dist
 
-HUGE = 2**30
+HUGE = 2**26
 BOUND_S = 15.0  # of a failure; the operations' own deadline is 60 s unless a test sets it
 
 
@@ -97,12 +97,13 @@ def at(server: Server, url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "max_bytes", "offload"),
+    ("layout", "max_bytes", "offload", "senders"),
     [
-        ({"dp": 2, "ep": 2}, 100_000, "idle"),
-        ({"tp": 2}, 1, "none"),  # every tensor is larger than a bucket and travels alone
-        ({"pp": 2}, 100_000, "none"),  # two senders, a group each
-        ({}, HUGE, "idle"),  # everything in one bucket
+        ({"dp": 2, "ep": 2}, 100_000, "idle", 2),
+        ({"tp": 2}, 1, "none", 1),  # every tensor is larger than a bucket and travels alone
+        ({"tp": 2}, 100_000, "none", 2),
+        ({"pp": 2}, 100_000, "none", 1),  # two senders, a group each
+        ({}, HUGE, "idle", 1),  # everything in one bucket
     ],
     ids=str,
 )
@@ -113,9 +114,10 @@ def test_every_weight_arrives_bit_for_bit(
     layout: dict[str, int],
     max_bytes: int,
     offload: str,
+    senders: int,
 ) -> None:
     before = server.generate()[1]["meta_info"]["weight_version"]
-    how = {"max_bytes": max_bytes, "offload": offload}
+    how = {"max_bytes": max_bytes, "offload": offload, "senders": senders}
     ranks = push(pool, layout, server.described, hf=other_model, **how)
     expected = digests_of(other_model)
     assert server.digests() == expected
@@ -134,6 +136,9 @@ def test_every_weight_arrives_bit_for_bit(
     received = [op for op, *_ in operations].count("receive")
     assert received == {1: len(expected), HUGE: 1}.get(max_bytes, received)
     assert received > 1 or max_bytes == HUGE
+    assert done.receipt.calls == received
+    sent = ["receive" in [op for op, *_ in rank["seen"][server.name]] for rank in ranks]
+    assert sum(sent) == senders * layout.get("pp", 1)
     status, reply = server.generate()
     assert (before, status, reply["meta_info"]["weight_version"]) == ("0", 200, "7")
 

@@ -153,19 +153,24 @@ def test_all_die_and_those_that_take_their_place_get_the_next_push(trainer: Trai
     trainer.serves(trainer.servers[3], 2)
 
 
+@pytest.mark.parametrize(("stages", "senders"), [(2, 1), (1, 2)])
 def test_one_that_refuses_costs_those_that_share_its_group_a_second_attempt(
-    trainer: Trainer,
+    trainer: Trainer, stages: int, senders: int
 ) -> None:
     """As over NCCL, where all servers of a push share a group."""
     path = "/update_weights_from_distributed"
     liar = trainer.servers[1]
     with proxied(replace(liar), path, no_success) as proxy:
         direct, liar.url = liar.url, proxy.url
-        pushes, _, seen = trainer.push([0, 1, 2], [0, 1, 2], shared=True, stages=2)
+        pushes, seconds, seen = trainer.push(
+            *([0, 1, 2], [0, 1, 2]),
+            **{"shared": True, "stages": stages, "senders": senders, "max_bytes": 2**22},
+        )
         liar.url = direct
     assert [set(push.lost) for push in pushes] == [{liar.name}, set()]
     assert "half written" in pushes[0].lost[liar.name]
     assert pushes[0].receipt is not None and pushes[0].receipt.tensors > 0
+    assert max(seconds) < BOUND_S
     for server in trainer.servers[:3]:
         trainer.serves(server, 2)
     operations = [op for op, *_ in seen[str(trainer.servers[0].pid)]]

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from megarl.errors import SyncError
 from megarl.ops import digest
 from megarl.sync.receiver import ModelReceiver, hf_parameters
-from megarl.sync.stream import bucketize, specs_of
+from megarl.sync.stream import specs_of
 from megarl.types import TensorSpec
 from tests.helpers.families import save_model
+from tests.sync.bucketing import bucketize
 from tests.sync.sender import Sender
 
 COUNTER = itertools.count()

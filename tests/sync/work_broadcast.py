@@ -11,7 +11,8 @@ from megatron.core import parallel_state
 from megarl.actor.actor import MegatronActor
 from megarl.actor.residence import WEIGHTS
 from megarl.errors import MegarlError
-from megarl.sync.broadcast import BroadcastTransport
+from megarl.sync.links import Links
+from megarl.sync.push import PushTransport
 from tests.actor.work import config_for, make_actor
 from tests.sync.watched import Watched
 
@@ -27,6 +28,7 @@ def push(
     dtype: str = "fp32",
     leave: bool = True,
     offload: str = "none",
+    senders: int = 1,
 ) -> dict[str, Any]:
     """A push for every (version, indices of ``servers``); ``deadline_s``: of every operation;
     ``offload``: idle: weights lie in host memory between the steps of a run.
@@ -37,7 +39,7 @@ def push(
     actor = make_actor(
         config_for(hf, precision={"dtype": dtype}, memory={"offload": offload}), layout
     )
-    transport = _transport(actor, max_bytes, deadline_s)
+    transport = _transport(actor, max_bytes, deadline_s, senders)
     sinks = [Watched(**server, blow=None) for server in servers]
     steps = []
     try:
@@ -52,15 +54,17 @@ def push(
         parallel_state.destroy_model_parallel()
 
 
-def _transport(actor: MegatronActor, max_bytes: int, deadline_s: float) -> BroadcastTransport:
+def _transport(
+    actor: MegatronActor, max_bytes: int, deadline_s: float, senders: int
+) -> PushTransport:
     mesh, parallel = actor.parallel.mesh, actor.parallel
-    return BroadcastTransport(
-        source=actor.weights(),
+    return PushTransport(
+        source=actor.weights(senders),
+        carrier=Links(f"rank{parallel.rank}", "gloo", deadline_s),
         rank=parallel.rank,
         stage=parallel.at.pp,
-        senders=[mesh.sender(stage) for stage in range(mesh.pp)],
+        senders=[mesh.senders(stage, senders) for stage in range(mesh.pp)],
         host=parallel.host,
-        backend="gloo",
         max_bytes=max_bytes,
         timeout_s=deadline_s,
         at_hand=partial(actor.resident, WEIGHTS),

@@ -1,6 +1,7 @@
 """What workers do in tests of pushes to several servers: weights of files, without an actor."""
 
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,29 +9,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import MegarlError
-from megarl.sync.broadcast import BroadcastTransport
+from megarl.sync.links import Links
+from megarl.sync.push import PushTransport
+from megarl.sync.turns import Turns
 from tests.sync.watched import Blow, Watched
 
 
 class FileWeights:
     """One pipeline stage's share of a file's tensors. Collective as an actor's: every tensor waits
-    for all ranks of its stage. ``broken``: this rank fails at the last tensor.
+    for all ranks of its stage, and they are on the stage's senders by turns. ``broken``: this rank
+    fails at the last tensor.
     """
 
-    def __init__(self, stage: int, stages: int, group: dist.ProcessGroup, broken: bool) -> None:
+    def __init__(
+        self, stage: int, stages: int, group: dist.ProcessGroup, senders: int, broken: bool
+    ) -> None:
         self.file = Path()
         self.stage, self.stages, self.group, self.broken = stage, stages, group, broken
+        self.senders = senders
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         tensors = load_file(self.file)
         names = sorted(tensors)[self.stage :: self.stages]
-        for name in names:
+        for k, name in enumerate(names):
             dist.all_reduce(torch.ones(1), group=self.group)
             if self.broken and name == names[-1]:
                 raise RuntimeError(f"{name} could not be gathered")
-            if dist.get_rank(self.group) == 0:
+            if dist.get_rank(self.group) == k % self.senders:
                 yield name, tensors[name]
 
 
@@ -39,22 +47,18 @@ def push(
     stages: int,
     servers: Sequence[dict[str, Any]],
     pushes: Sequence[tuple[int, Path, Sequence[int]]],
-    max_bytes: int = 2**40,
-    deadline_s: float = 30.0,
     blows: Mapping[str, Blow] | None = None,
-    shared: bool | None = None,
-    pause_mode: str = "retract",
     broken_rank: int | None = None,
     close: bool = True,
+    **how: Any,
 ) -> dict[str, Any]:
-    """A push for every (version, weights, indices of ``servers``); ``blows`` by a server's boot.
+    """A push for every (version, weights, indices of ``servers``); ``blows`` by a server's boot;
+    ``how``: see ``file_transport``.
 
     ``steps``: of every push (None or error, Push, seconds); ``seen``: by boot, the operations on
     each server with its version before and after.
     """
-    transport = file_transport(
-        rank, stages, max_bytes, deadline_s, shared, pause_mode, rank == broken_rank
-    )
+    transport = file_transport(rank, stages, broken=rank == broken_rank, **how)
     sinks = [Watched(**server, blow=(blows or {}).get(server["boot"])) for server in servers]
     steps = []
     for version, file, indices in pushes:
@@ -73,26 +77,34 @@ def push(
 def file_transport(
     rank: int,
     stages: int,
-    max_bytes: int = 2**40,
+    max_bytes: int = 2**26,
     deadline_s: float = 30.0,
-    shared: bool | None = None,
+    shared: bool = False,
     pause_mode: str = "retract",
+    senders: int = 1,
     broken: bool = False,
-) -> BroadcastTransport:
-    """Of all ranks of the pool's present task; ``source.file`` is to be set."""
+) -> PushTransport:
+    """Of all ranks of the pool's present task; ``source.file`` is to be set. ``senders`` of every
+    stage; ``shared``: all servers are in one group, as over NCCL.
+    """
     world = dist.get_world_size()
     each = world // stages
     groups = [dist.new_group(list(range(k * each, (k + 1) * each))) for k in range(stages)]
     stage = rank // each
-    return BroadcastTransport(
-        source=FileWeights(stage, stages, groups[stage], broken),
+    turns = None
+    if shared:
+        told = [uuid.uuid4().hex]
+        dist.broadcast_object_list(told)  # a pool's workers keep their store from test to test
+        store = dist.PrefixStore(told[0], c10d._get_default_store())
+        turns = Turns(store, 4 * deadline_s)
+    return PushTransport(
+        source=FileWeights(stage, stages, groups[stage], senders, broken),
+        carrier=Links(f"rank{rank}", "gloo", deadline_s, turns),
         rank=rank,
         stage=stage,
-        senders=[k * each for k in range(stages)],
+        senders=[[k * each + i for i in range(senders)] for k in range(stages)],
         host=dist.group.WORLD,
-        backend="gloo",
         max_bytes=max_bytes,
         timeout_s=deadline_s,
-        shared=shared,
         pause_mode=pause_mode,
     )

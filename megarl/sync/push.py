@@ -1,0 +1,255 @@
+"""Weights to rollout servers: ``protocols.Transport``.
+
+One push, in order; every step is reached by every trainer rank, and after each all ranks know which
+servers are still part of it:
+
+1. ``begin`` on every server: sampling stops, nothing is sampled until ``commit``.
+2. Every sender's carrier opens its way to the servers (over process groups: links.py).
+3. All senders of all stages, together: the stage gathers its tensors, they take the form in which
+   servers hold them and are packed into flat buckets (packing.py). A thread sends each to all
+   servers while the next is gathered and packed.
+4. Both ends digest what they have: the trainer what it sent, every server what it now serves. All
+   must agree.
+5. A process that does not read its weights back (SGLang) proves once that what it receives is what
+   it computes with: it takes a copy of its weights, overwrites them, gets everything again and
+   compares.
+6. ``commit``: the version moves, once, and sampling goes on with an empty cache.
+
+A server that fails at any point, or does not answer by the deadline, is left out and told of; the
+others are not disturbed. Where it shared a way with others, these get everything anew by another,
+in at most ``ATTEMPTS`` attempts. One that is left out after ``begin`` samples nothing, or is whole.
+A failure of the trainer's own part raises SyncError on every rank.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import SyncError
+from megarl.hostcomm import gather_and_share, gather_json
+from megarl.protocols import Bucket, WeightSink, WeightSource
+from megarl.sync.asking import ask, failed
+from megarl.sync.carrier import Carrier, Identity, Outcome, identities
+from megarl.sync.packing import Packer
+from megarl.sync.sending import Sent, send_all
+from megarl.sync.stream import push_digest
+from megarl.types import Push, SyncReceipt
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+
+
+def singly(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
+    """As they are; none has to come together with another."""
+    return ([item] for item in tensors)
+
+
+@dataclass
+class PushTransport:
+    """``senders``: of each pipeline stage; ``stage``: this rank's. ``form``: of the source's
+    tensors, as servers hold them, in groups that must arrive together. ``at_hand``: inside, the
+    source's tensors can be read; a push may come at any time. ``device``: where buckets are sent
+    from.
+    """
+
+    source: WeightSource
+    carrier: Carrier
+    rank: int
+    stage: int
+    senders: Sequence[Sequence[int]]
+    host: dist.ProcessGroup  # of all trainer ranks
+    max_bytes: int
+    timeout_s: float
+    pause_mode: str = "retract"
+    form: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[Bucket]] = singly
+    at_hand: Callable[[], AbstractContextManager[None]] = nullcontext
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _proven: set[Identity] = field(default_factory=set)
+    _attempts: int = 0
+    _packer: Packer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._packer = Packer(self.max_bytes, self.device)
+
+    @property
+    def sending(self) -> bool:
+        return self.rank in self.senders[self.stage]
+
+    def push(self, version: int, sinks: Sequence[WeightSink]) -> Push:
+        names = [sink.name for sink in sinks]
+        if len(set(names)) != len(names):
+            raise SyncError(f"weight sync: two servers of one name among {', '.join(names)}")
+        start = time.monotonic()
+        outcome, left = Outcome(), list(sinks)
+        receipt: SyncReceipt | None = None
+        for _ in range(ATTEMPTS):
+            if not left:
+                break
+            outcome.again.clear()
+            done = self._attempt(version, left, outcome, start)
+            receipt = receipt or done
+            left = [sink for sink in left if sink.name in outcome.again]
+        broken = f"its weight groups broke {ATTEMPTS} times, each time by another server"
+        lost = outcome.lost | {sink.name: broken for sink in left}
+        for name, reason in lost.items():
+            log.warning("weight sync: version %d did not reach %s: %s", version, name, reason)
+        return Push(receipt, lost)
+
+    def close(self) -> None:
+        """Lets the servers go. Not collective."""
+        self.carrier.close()
+
+    # ---- the steps -----------------------------------------------------------------------------
+
+    def _attempt(
+        self, version: int, sinks: Sequence[WeightSink], outcome: Outcome, start: float
+    ) -> SyncReceipt | None:
+        """One pass over all steps; ``outcome`` is the same on every rank after each."""
+        stalled = time.monotonic()
+        self._control(sinks, outcome, "begin", {"mode": self.pause_mode})
+        sent, confirm_s = self._deliver(version, sinks, outcome)
+        unproven = [s for s in _serving(sinks, outcome) if self._has_to_prove(s)]
+        if unproven:
+            self._control(unproven, outcome, "snapshot", {})
+            self._deliver(version, unproven, outcome)
+            self._control(unproven, outcome, "compare", {})
+            self._proven.update(identities(_serving(unproven, outcome)))
+        self._control(sinks, outcome, "commit", {"version": version, "mode": self.pause_mode})
+        if self.rank != 0 or sent is None or not _serving(sinks, outcome):
+            return None
+        now = time.monotonic()
+        return SyncReceipt(
+            version=version,
+            tensors=len(sent.digests),
+            num_bytes=sent.num_bytes,
+            seconds=now - start,
+            digest=push_digest(sent.digests),
+            calls=sent.calls,
+            stall_seconds=now - stalled,
+            verify_seconds=sent.digest_seconds + confirm_s,
+        )
+
+    def _has_to_prove(self, sink: WeightSink) -> bool:
+        return sink.proves and (sink.name, sink.boot) not in self._proven
+
+    def _deliver(
+        self, version: int, sinks: Sequence[WeightSink], outcome: Outcome
+    ) -> tuple[Sent | None, float]:
+        """Everything to those that still serve, and their word that they have it. (What was sent by
+        all, on rank 0; seconds it took to compare.)
+        """
+        self._open(sinks, outcome)
+        mine = self._send(sinks, outcome)
+        if not _serving(sinks, outcome):
+            return None, 0.0
+        sent = self._merge(mine)
+        self._finish(version, sinks, outcome)
+        start = time.monotonic()
+        self._confirm(sinks, outcome, sent)
+        return sent, time.monotonic() - start
+
+    def _control(
+        self, sinks: Sequence[WeightSink], outcome: Outcome, op: str, payload: Mapping[str, Any]
+    ) -> None:
+        found = Outcome()
+        if self.rank == 0:
+            serving = _serving(sinks, outcome)
+            replies = [ask(sink, op, payload, self.timeout_s) for sink in serving]
+            wait(replies)
+            for sink, reply in zip(serving, replies, strict=True):
+                if failed(reply):
+                    found.lost[sink.name] = str(reply.exception())
+        self._share(outcome, found, None, f"weight sync: {op}")
+
+    def _open(self, sinks: Sequence[WeightSink], outcome: Outcome) -> None:
+        self._attempts += 1
+        found, error = Outcome(), None
+        serving = _serving(sinks, outcome)
+        if self.sending and serving:
+            try:
+                found = self.carrier.open(serving, self._attempts)
+            except Exception as e:
+                error = e
+        self._share(outcome, found, error, "joining the weight groups")
+
+    def _send(self, sinks: Sequence[WeightSink], outcome: Outcome) -> Sent:
+        names = {sink.name for sink in _serving(sinks, outcome)}
+        if not names:
+            return Sent()
+        with self.at_hand():
+            sent = send_all(self.source.tensors(), self.form, self._packer, self.carrier, names)
+        if self.device.type != "cpu":
+            self._packer.free()  # training needs the memory
+        self._share(outcome, sent.outcome, sent.error, "sending the weights")
+        return sent
+
+    def _merge(self, mine: Sent) -> Sent:
+        """What all senders have sent, on rank 0."""
+        everyone = gather_json(
+            [mine.digests, mine.num_bytes, mine.calls, mine.digest_seconds], self.host
+        )
+        total = Sent()
+        for digests, num_bytes, calls, seconds in everyone or ():
+            total.digests |= digests
+            total.num_bytes += num_bytes
+            total.calls += calls
+            total.digest_seconds = max(total.digest_seconds, seconds)
+        return total
+
+    def _finish(self, version: int, sinks: Sequence[WeightSink], outcome: Outcome) -> None:
+        found, error = Outcome(), None
+        if self.rank == 0:
+            try:
+                found = self.carrier.finish(version, _serving(sinks, outcome))
+            except Exception as e:
+                error = e
+        self._share(outcome, found, error, "handing the weights over")
+
+    def _confirm(self, sinks: Sequence[WeightSink], outcome: Outcome, sent: Sent) -> None:
+        found = Outcome()
+        if self.rank == 0:
+            serving = _serving(sinks, outcome)
+            replies = [ask(sink, "digest", {}, self.timeout_s) for sink in serving]
+            wait(replies)
+            for sink, reply in zip(serving, replies, strict=True):
+                held = None if failed(reply) else reply.result()["digests"]
+                wrong = str(reply.exception()) if held is None else _difference(sent.digests, held)
+                if wrong:
+                    found.lost[sink.name] = wrong
+        self._share(outcome, found, None, "comparing weight digests")
+
+    def _share(self, outcome: Outcome, found: Outcome, error: Exception | None, what: str) -> None:
+        """Makes what one rank found known to all; raises SyncError on all if a rank's own part
+        failed.
+        """
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        everyone = gather_and_share([found.lost, sorted(found.again), text], self.host)
+        for rank, (lost, again, wrong) in enumerate(everyone):
+            if wrong is not None:
+                raise SyncError(f"{what} failed on rank {rank}: {wrong}") from error
+            outcome.add(lost, again)
+        self.carrier.drop(outcome.lost)
+
+
+def _serving(sinks: Sequence[WeightSink], outcome: Outcome) -> list[WeightSink]:
+    return [sink for sink in sinks if sink.name not in outcome.out()]
+
+
+def _difference(sent: Mapping[str, str], held: Mapping[str, str]) -> str:
+    """How what a server serves differs from the push; empty if it does not."""
+    missing, extra = sorted(sent.keys() - held.keys()), sorted(held.keys() - sent.keys())
+    wrong = sorted(name for name in sent.keys() & held.keys() if sent[name] != held[name])
+    if not (missing or extra or wrong):
+        return ""
+    return (
+        f"it does not hold the weights that were sent: {len(wrong)} differ {wrong[:3]}, "
+        f"{len(missing)} missing {missing[:3]}, {len(extra)} more than sent {extra[:3]}"
+    )
