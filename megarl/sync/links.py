@@ -155,6 +155,7 @@ class Links:
                     "world_size": world,
                     "group_name": name,
                     "backend": self._backend,
+                    "timeout_s": self._timeout_s,  # which SGLang does not know
                 },
                 self._timeout_s,
             )

@@ -141,37 +141,53 @@ def _ready(file: Path, log: Path) -> str:
 
 
 Rewrite = Callable[[int, Any], tuple[int, Any]]
+Forge = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def unchanged(status: int, reply: Any) -> tuple[int, Any]:
+    return status, reply
 
 
 @dataclass
 class Proxy:
     """Stands before a real server; its first ``times`` answers on a path are rewritten, or made
-    up. ``paths``: what was asked, in order.
+    up for the nth where that is not ``forward``-ed, or what is asked there is forged. ``paths``:
+    what was asked, in order.
     """
 
     target: Server
     path: str
     rewrite: Rewrite
-    forward: bool
+    forward: Callable[[int], bool]
     times: int = 1
+    forge: Forge = dict
     url: str = ""
     paths: list[str] = field(default_factory=list)
 
     def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        nth = self.paths.count(path)
         self.paths.append(path)
         rewritten = path == self.path and self.times > 0
         self.times -= rewritten
-        if rewritten and not self.forward:
+        if rewritten and not self.forward(nth):
             return self.rewrite(200, {})
+        body = self.forge(body) if rewritten and body is not None else body
         status, reply = http(self.target.url, self.target.key, path, body)
         return self.rewrite(status, reply) if rewritten else (status, reply)
 
 
 @contextmanager
 def proxied(
-    server: Server, path: str, rewrite: Rewrite, *, forward: bool = True, times: int = 1
+    server: Server,
+    path: str,
+    rewrite: Rewrite = unchanged,
+    *,
+    forward: bool | Callable[[int], bool] = True,
+    times: int = 1,
+    forge: Forge = dict,
 ) -> Iterator[Proxy]:
-    proxy = Proxy(server, path, rewrite, forward, times)
+    passes = forward if callable(forward) else lambda nth: bool(forward)
+    proxy = Proxy(server, path, rewrite, passes, times, forge)
 
     class Handler(BaseHTTPRequestHandler):
         def _reply(self) -> None:

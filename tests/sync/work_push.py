@@ -1,10 +1,12 @@
 """What workers do in tests of pushes to several servers: weights of files, without an actor."""
 
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,7 @@ def push(
     blows: Mapping[str, Blow] | None = None,
     broken_rank: int | None = None,
     close: bool = True,
+    environment: Mapping[str, str] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
     """A push for every (version, weights, indices of ``servers``); ``blows`` by a server's boot;
@@ -65,7 +68,8 @@ def push(
         transport.source.file = file  # type: ignore[attr-defined]
         start, error, done = time.monotonic(), None, None
         try:
-            done = transport.push(version, [sinks[k] for k in indices])
+            with mock.patch.dict(os.environ, environment or {}):
+                done = transport.push(version, [sinks[k] for k in indices])
         except MegarlError as e:
             error = (type(e).__name__, str(e))
         steps.append((error, done, time.monotonic() - start))
