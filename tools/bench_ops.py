@@ -19,6 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from opsbench import (
+    delta,
     digest,
     fp8_block,
     gae,
@@ -30,6 +31,7 @@ from opsbench import (
 from opsbench.measure import Row
 
 BENCHES: dict[str, Callable[[bool], Iterable[Row]]] = {
+    "delta": delta.rows,
     "digest": digest.rows,
     "fp8_block": fp8_block.rows,
     "gae": gae.rows,

@@ -5,17 +5,22 @@ imported. Inputs are drawn on the CPU: they are the same on every machine.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl import ops
-from megarl.ops.policy_loss import PolicyRow, PolicyTerms, policy_loss, policy_sums
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from kernel_policy import eager_ppo_clip, eager_sums, loss_and_gradient, sums
 
 Function = Callable[..., Any]
 
@@ -103,6 +108,29 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 # --- one function an op ---------------------------------------------------------------------------
+
+
+def delta_encode_(size: Size) -> Case:
+    base, new = _two_versions(size)
+    return Case(
+        f"{list(base.shape)} bf16, 5 % changed, with the copy that keeps the base",
+        _on_a_copy(torch.ops.megarl.delta_encode_),
+        _on_a_copy(ops.delta_encode_ref_),
+        (base, new),
+        5 * nbytes(base),
+    )
+
+
+def delta_apply_(size: Size) -> Case:
+    base, new = _two_versions(size)
+    payload = ops.delta_encode_(base.clone(), new)
+    return Case(
+        f"{list(base.shape)} bf16, 5 % changed, with the copy that keeps the base",
+        _on_a_copy(torch.ops.megarl.delta_apply_),
+        _on_a_copy(ops.delta_apply_ref_),
+        (base, payload),
+        4 * nbytes(base) + nbytes(payload),
+    )
 
 
 def digest_partial(size: Size) -> Case:
@@ -233,8 +261,8 @@ def policy_loss_case(size: Size) -> Case:
     args = _policy(size)
     return Case(
         f"{packed_row(size).shape}; ppo_clip with k3",
-        _policy_loss,
-        _policy_loss,
+        loss_and_gradient,
+        loss_and_gradient,
         args,
         nbytes(*args) + 4 * size.tokens,
         rtol=2e-6,
@@ -247,13 +275,13 @@ def policy_sums_case(size: Size) -> Case:
     args = _policy(size)
     return Case(
         packed_row(size).shape,
-        _policy_sums,
-        _policy_sums,
+        sums,
+        sums,
         args,
         nbytes(*args),
         rtol=1e-9,
         atol=1e-9,
-        rival=_eager_sums,
+        rival=eager_sums,
     )
 
 
@@ -288,18 +316,10 @@ def logprob_entropy_backward_(size: Size) -> Case:
     softmax = torch.stack([stats[0], stats[1], stats[2] / stats[1]])
     grads = torch.ones(2, logits.shape[0], dtype=torch.float64)
 
-    def written(function: Function) -> Function:
-        def call(logits: Tensor, *rest: Any) -> Tensor:
-            room = logits.clone()
-            function(room, *rest)
-            return room
-
-        return call
-
     return Case(
         f"{list(logits.shape)} bf16, with the copy that keeps the logits",
-        written(torch.ops.megarl.logprob_entropy_backward_),
-        written(face.backward_ref_),
+        _on_a_copy(torch.ops.megarl.logprob_entropy_backward_),
+        _on_a_copy(face.backward_ref_),
         (logits, targets, softmax, grads, 0, size.columns, 1.0),
         4 * nbytes(logits),
         rtol=2**-7,  # one step of bf16
@@ -308,6 +328,8 @@ def logprob_entropy_backward_(size: Size) -> Case:
 
 
 CASES: dict[str, Callable[[Size], Case]] = {
+    "delta_apply_": delta_apply_,
+    "delta_encode_": delta_encode_,
     "digest_partial": digest_partial,
     "discounted_returns": discounted_returns,
     "fp8_block_dequant": fp8_block_dequant,
@@ -328,15 +350,9 @@ CASES: dict[str, Callable[[Size], Case]] = {
 
 # --- parts of them --------------------------------------------------------------------------------
 
-_TERMS = PolicyTerms(
-    "ppo_clip",
-    dict(low=0.8, high=1.28, cap=math.inf, kl_coef=0.1, kl_input_clamp=20.0, kl_output_clamp=10.0),
-    "k3",
-)
-
 
 def _policy(size: Size) -> tuple[Tensor, ...]:
-    """In the order of ``_policy_row``."""
+    """In the order of ``kernel_policy.py``."""
     row = packed_row(size)
     generator = torch.Generator().manual_seed(4)
     old = -torch.randn(size.tokens, generator=generator).abs()
@@ -345,46 +361,27 @@ def _policy(size: Size) -> tuple[Tensor, ...]:
     return old + gaps[0], old, row.rewards, weight, row.mask, row.cu_seqlens, old + gaps[1]
 
 
-def _policy_row(*columns: Tensor) -> PolicyRow:
-    return PolicyRow(*columns[:6], ref_logprobs=columns[6])
+def _on_a_copy(function: Function) -> Function:
+    """Of the first argument, to which it writes: the copy, and what is returned beside it."""
 
+    def call(written: Tensor, *rest: Any) -> Any:
+        room = written.clone()
+        result = function(room, *rest)
+        return room if result is None else (room, result)
 
-def _policy_loss(*columns: Tensor) -> tuple[Tensor, ...]:
-    return tuple(policy_loss(_policy_row(*columns), _TERMS))
-
-
-def _policy_sums(*columns: Tensor) -> Tensor:
-    return policy_sums(_policy_row(*columns), _TERMS)
-
-
-def eager_ppo_clip(*columns: Tensor) -> tuple[Tensor, ...]:
-    """Clipped surrogate and k3, loss and gradient, with two metrics: kernel after kernel."""
-    given, old, advantages, weight, mask, _, reference = columns
-    low, high, coef = (_TERMS.parameters[name] for name in ("low", "high", "kl_coef"))
-    logprobs = given.detach().requires_grad_()
-    ratio = (logprobs - old).exp()
-    clipped = ratio.clamp(low, high)
-    surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
-    gap = reference - logprobs
-    loss_T = surrogate + coef * (gap.exp() - gap - 1)
-    loss = torch.where(mask, weight * loss_T, 0.0).sum()
-    (grad,) = torch.autograd.grad(loss, logprobs)
-    with torch.no_grad():
-        fraction = ((ratio != clipped) & mask).sum() / mask.sum()
-        kl = torch.where(mask, gap, 0.0).sum() / mask.sum()
-    return loss.detach(), grad, fraction, kl
-
-
-def _eager_sums(*columns: Tensor) -> Tensor:
-    """The log-ratio's sum of every sequence, in float64."""
-    gap = torch.where(columns[4], columns[0] - columns[1], 0.0)
-    return ops.segment_sum_ref(gap, columns[5])
+    return call
 
 
 def _matrix(size: Size, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     # Columns that no block divides.
     return torch.randn(size.side, size.side + 56, generator=generator).to(dtype)
+
+
+def _two_versions(size: Size) -> tuple[Tensor, Tensor]:
+    base = _matrix(size, torch.bfloat16)
+    changed = torch.rand(base.shape, generator=torch.Generator().manual_seed(7)) < 0.05
+    return base, (base.view(torch.int16) + changed).to(torch.int16).view(torch.bfloat16)
 
 
 def _logits(size: Size) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ One file an op: signature, equation, reference, shape function, gradient. The re
 specification; the kernel, where one is loaded for the device, is only faster.
 """
 
+from megarl.ops._delta_ref import delta_apply_ref_, delta_encode_ref_
 from megarl.ops._native import (
     HOST_OPS,
     backends,
@@ -15,6 +16,7 @@ from megarl.ops._native import (
     verify_all,
 )
 from megarl.ops._selfcheck import NativeMismatch
+from megarl.ops.delta import delta_apply_, delta_encode_
 from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
@@ -38,6 +40,8 @@ from megarl.ops.segment_sum import segment_sum, segment_sum_ref
 from megarl.ops.steps_to_go import steps_to_go, steps_to_go_ref
 
 KERNELS = (
+    "delta_apply_",
+    "delta_encode_",
     "digest_partial",
     "discounted_returns",
     "fp8_block_dequant",
@@ -66,6 +70,10 @@ __all__ = [
     "RowPlan",
     "backends",
     "call_counts",
+    "delta_apply_",
+    "delta_apply_ref_",
+    "delta_encode_",
+    "delta_encode_ref_",
     "digest",
     "digest_partial",
     "digest_partial_ref",

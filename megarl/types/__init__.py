@@ -36,12 +36,13 @@ from megarl.types.samples import (
     SampleFacts,
     Scored,
 )
-from megarl.types.weights import Push, SyncReceipt, TensorSpec
+from megarl.types.weights import Delta, Push, SyncReceipt, TensorSpec
 
 __all__ = [
     "ONLY_POLICY",
     "Coefficients",
     "Completion",
+    "Delta",
     "Finish",
     "GroupOutcome",
     "GroupRequest",

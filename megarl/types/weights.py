@@ -5,12 +5,25 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Delta:
+    """A tensor that travels as what changed of another: ``num_bytes`` of payload, and the digest of
+    that other one, which the receiver has to hold (docs/weight-delta.md).
+    """
+
+    num_bytes: int
+    base: str
+
+
+@dataclass(frozen=True)
 class TensorSpec:
-    """A tensor under its Hugging Face name; ``dtype`` like ``"bfloat16"``."""
+    """A tensor under its Hugging Face name; ``dtype`` like ``"bfloat16"``. ``delta``: None where
+    its own bytes travel.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    delta: Delta | None = None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ before = set(sys.modules)
 import megarl.ops
 sys.path.insert(0, "tools")
 import kernel_cases, kernel_checks, native_build, verify_gpu
-ours = {"megarl", "kernel_cases", "kernel_checks", "native_build", "native_flags", "verify_gpu"}
+ours = {"megarl", "kernel_cases", "kernel_checks", "kernel_policy", "native_build"}
+ours |= {"native_flags", "verify_gpu"}
 roots = {name.split(".")[0] for name in set(sys.modules) - before}
 print(sorted(roots - ours - set(sys.stdlib_module_names) - {"torch", "numpy"}))
 print(sorted({n.split(".")[1] for n in sys.modules if n.startswith("megarl.")}))
