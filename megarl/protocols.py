@@ -51,8 +51,8 @@ class WeightSink(Protocol):
         ...
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """``op``: begin, join_group, leave_group, receive, load_path, digest, snapshot, compare,
-        commit, alive.
+        """``op``: held, begin, join_group, leave_group, receive, load_path, digest, snapshot,
+        compare, commit, alive.
 
         Raises ServerError when the server refuses, does not answer in time or answers
         success=false.

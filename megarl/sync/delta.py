@@ -8,17 +8,20 @@
    alike. A change is sent of a name whose base is that; of any other, the tensor. So there are no
    versions to trust, and nothing to undo after a failure: whatever a base or a server has become,
    its digests say it.
-3. A message has, beside names, dtypes and shapes of the tensors, ``deltas``: for each null, or
-   ``[bytes of its payload, digest of its base]``. A payload travels as that many u8.
+3. Such a bucket travels in an envelope, which any server can receive: two tensors u8,
+   ``megarl.delta``, the payloads one after another, and ``megarl.delta.header``, JSON with names,
+   dtypes and shapes of the tensors, and ``deltas``: for each null, or ``[bytes of its payload,
+   digest of its base]``. A tensor that travels whole is its bytes.
 4. A receiver changes only what it knows to be the base: its own digest of the name has to be the
    one in the message. It digests the tensor afterwards, as it digests those that came whole; both
    ends compare digests of tensors, and none of payloads.
 5. A server's reply to what it holds names only what it can change: tensors that it has kept.
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,19 +29,11 @@ from torch import Tensor
 
 from megarl.errors import SyncError
 from megarl.ops import delta_apply_, delta_encode_, digest
-from megarl.sync.stream import dtype_name, dtype_of, push_digest
+from megarl.protocols import Bucket
+from megarl.sync.stream import Piece, dtype_name, dtype_of, push_digest
 from megarl.types import Delta, TensorSpec
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A tensor that goes out: ``payload`` u8 on the tensor's device, its own bytes where
-    ``spec.delta`` is None; ``digest`` of the whole new tensor.
-    """
-
-    spec: TensorSpec
-    payload: Tensor
-    digest: str
+PAYLOADS, HEADER = "megarl.delta", "megarl.delta.header"
 
 
 class Base:
@@ -62,7 +57,7 @@ class Base:
         """In host memory."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
-    def encode(self, name: str, tensor: Tensor, held: str | None) -> Encoded:
+    def encode(self, name: str, tensor: Tensor, held: str | None) -> Piece:
         """``tensor`` as it goes out to servers that hold a tensor of digest ``held`` under this
         name, None where they do not hold one and the same. It is what was last sent from now on.
 
@@ -82,13 +77,19 @@ class Base:
             if payload.numel() < whole.numel():  # else it is the tensor, which needs no base
                 spec = replace(spec, delta=Delta(payload.numel(), base))
         self._digests[name] = found
-        return Encoded(spec, payload, found)
+        return Piece(spec, payload, found)
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Gives the memory of these names back, of all without ``names``. They go whole next."""
         for name in list(self._tensors) if names is None else names:
             self._tensors.pop(name, None)
             self._digests.pop(name, None)
+
+
+def changes(groups: Iterable[Bucket], base: Base, held: Mapping[str, str]) -> Iterator[list[Piece]]:
+    """Of tensors, what servers need that all hold what ``held`` says (digests by name)."""
+    for group in groups:
+        yield [base.encode(name, tensor, held.get(name)) for name, tensor in group]
 
 
 def held_by_all(replies: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -140,6 +141,58 @@ def wire_spec(spec: TensorSpec) -> TensorSpec:
     """What travels of it in a bucket: bytes."""
     count = math.prod(spec.shape) * dtype_of(spec.dtype).itemsize
     return TensorSpec(spec.name, (spec.delta.num_bytes if spec.delta else count,), "uint8")
+
+
+def seal(
+    flat: Tensor, specs: Sequence[TensorSpec], buffer: Tensor | None = None
+) -> tuple[Tensor, list[TensorSpec]]:
+    """A bucket of ``specs``, whose payloads are ``flat`` u8, in its envelope: in ``buffer``, whose
+    beginning they are, where that has room for it.
+    """
+    told = {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+        "deltas": deltas_of(specs),
+    }
+    header = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    outer = [
+        TensorSpec(PAYLOADS, (flat.numel(),), "uint8"),
+        TensorSpec(HEADER, (header.numel(),), "uint8"),
+    ]
+    size = flat.numel() + header.numel()
+    if buffer is None or buffer.numel() < size:
+        return torch.cat([flat, header.to(flat.device)]), outer
+    buffer[flat.numel() : size] = header
+    return buffer[:size], outer
+
+
+def unseal(flat: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, Tensor]] | None:
+    """(spec, payload u8) of every tensor of an envelope; None where it is none. Raises SyncError
+    where it says what cannot be.
+    """
+    if [spec.name for spec in specs] != [PAYLOADS, HEADER]:
+        return None
+    (size,) = specs[0].shape
+    inner = _inner(flat[size:].cpu().numpy().tobytes())
+    sizes = [wire_spec(spec).shape[0] for spec in inner]
+    if sum(sizes) != size:
+        raise SyncError(f"{PAYLOADS}: {size} bytes; its header tells of {sum(sizes)}")
+    return list(zip(inner, flat[:size].split(sizes), strict=True))
+
+
+def _inner(header: bytes) -> list[TensorSpec]:
+    try:
+        told = json.loads(header)
+        specs = [
+            TensorSpec(str(name), tuple(map(int, shape)), str(dtype))
+            for name, dtype, shape in zip(
+                told["names"], told["dtypes"], told["shapes"], strict=True
+            )
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise SyncError(f"{HEADER}: found {header[:80]!r}; accepted: JSON of specs") from error
+    return with_deltas(specs, told.get("deltas"))
 
 
 def deltas_of(specs: Iterable[TensorSpec]) -> list[list[Any] | None]:

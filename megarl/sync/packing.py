@@ -9,6 +9,7 @@
 4. Two buffers take turns: while a bucket is on its way, the next one is filled. A bucket's bytes
    stay until the one after the next is asked for.
 5. A tensor's digest is of its bytes where they came from, before they are copied.
+6. A push of changes has its buckets in envelopes (delta.py), which say what is in them.
 """
 
 import time
@@ -20,9 +21,11 @@ from torch import Tensor
 
 from megarl.errors import SyncError
 from megarl.ops.digest import digest_partial, finish
-from megarl.protocols import Bucket
-from megarl.sync.stream import flatten, specs_of
+from megarl.sync.delta import seal
+from megarl.sync.stream import Piece, dtype_of, laid_flat
 from megarl.types import TensorSpec
+
+_ROOM = 2**21  # behind a bucket, for an envelope's header: that of some 10,000 tensors
 
 
 @dataclass(frozen=True)
@@ -36,31 +39,32 @@ class Packed:
 
 @dataclass
 class Packer:
-    """``device``: where buckets are sent from."""
+    """``device``: where buckets are sent from; ``sealed``: in envelopes."""
 
     max_bytes: int
     device: torch.device
+    sealed: bool = False
     digest_seconds: float = 0.0  # spent so far, on the thread that packs
     _buffers: list[Tensor] = field(default_factory=list)
 
-    def pack(self, groups: Iterable[Bucket]) -> Iterator[Packed]:
+    def pack(self, groups: Iterable[list[Piece]]) -> Iterator[Packed]:
         """Reads no further ahead than one group. Raises SyncError when a name comes again."""
         seen: set[str] = set()
         turn, filling = 0, _Filling()
         for group in groups:
             _once(group, seen)
-            group = sorted(group, key=lambda item: -item[1].element_size())
-            size = sum(tensor.nbytes for _, tensor in group)
+            group = sorted(group, key=lambda piece: -piece.payload.element_size())
+            size = sum(piece.payload.nbytes for piece in group)
             if size > self.max_bytes:
                 yield self._alone(group)
                 continue
-            widest = max((tensor.element_size() for _, tensor in group), default=1)
+            widest = max((piece.payload.element_size() for piece in group), default=1)
             full = filling.size + size > self.max_bytes or filling.size % widest
-            if filling.tensors and full:
+            if filling.pieces and full:
                 yield self._close(filling, self._buffer(turn))
                 turn, filling = 1 - turn, _Filling()
             self._fill(filling, group, self._buffer(turn))
-        if filling.tensors:
+        if filling.pieces:
             yield self._close(filling, self._buffer(turn))
 
     def free(self) -> None:
@@ -72,61 +76,71 @@ class Packer:
             pinned = self.device.type == "cpu" and torch.cuda.is_available()
             self._buffers.append(
                 torch.empty(
-                    self.max_bytes, dtype=torch.uint8, device=self.device, pin_memory=pinned
+                    self.max_bytes + _ROOM * self.sealed,
+                    dtype=torch.uint8,
+                    device=self.device,
+                    pin_memory=pinned,
                 )
             )
         return self._buffers[turn]
 
-    def _fill(self, filling: "_Filling", group: Bucket, buffer: Tensor) -> None:
-        for name, tensor in group:
-            filling.partials.append(self._partial(tensor))
-            end = filling.size + tensor.nbytes
-            place = buffer[filling.size : end].view(tensor.dtype)
-            place.copy_(tensor.detach().reshape(-1), non_blocking=True)
-            filling.tensors.append(specs_of([(name, tensor)])[0])
+    def _fill(self, filling: "_Filling", group: list[Piece], buffer: Tensor) -> None:
+        for piece in group:
+            filling.pieces.append((piece.spec, self._digest(piece)))
+            end = filling.size + piece.payload.nbytes
+            place = buffer[filling.size : end].view(piece.payload.dtype)
+            place.copy_(piece.payload.detach().reshape(-1), non_blocking=True)
             filling.size = end
-            filling.elsewhere |= tensor.device != buffer.device
+            filling.elsewhere |= piece.payload.device != buffer.device
 
     def _close(self, filling: "_Filling", buffer: Tensor) -> Packed:
-        digests = self._digests(filling.tensors, filling.partials)
         if filling.elsewhere:
             torch.cuda.current_stream().synchronize()  # the copies, which nothing else waits for
-        return Packed(buffer[: filling.size], tuple(filling.tensors), digests)
+        return self._packed(buffer[: filling.size], filling.pieces, buffer)
 
-    def _alone(self, group: Bucket) -> Packed:
-        partials = [self._partial(tensor) for _, tensor in group]
-        specs = specs_of(group)
-        flat = flatten(group).to(self.device)
-        return Packed(flat, tuple(specs), self._digests(specs, partials))
+    def _alone(self, group: list[Piece]) -> Packed:
+        digests = [(piece.spec, self._digest(piece)) for piece in group]
+        flat = laid_flat([piece.payload for piece in group]).to(self.device)
+        return self._packed(flat, digests)
 
-    def _partial(self, tensor: Tensor) -> Tensor:
+    def _packed(self, flat: Tensor, pieces: "_Digested", buffer: Tensor | None = None) -> Packed:
+        """``flat`` is the beginning of ``buffer``. Digests that a device is still at are waited for
+        here, all at once.
+        """
+        specs, start = [spec for spec, _ in pieces], time.perf_counter()
+        digests = {
+            spec.name: found
+            if isinstance(found, str)
+            else finish(found, dtype_of(spec.dtype), spec.shape)
+            for spec, found in pieces
+        }
+        self.digest_seconds += time.perf_counter() - start
+        if self.sealed:
+            flat, specs = seal(flat, specs, buffer)
+        return Packed(flat, tuple(specs), digests)
+
+    def _digest(self, piece: Piece) -> str | Tensor:
+        """A partial one, perhaps not computed yet, of what has none."""
+        if piece.digest is not None:
+            return piece.digest
         start = time.perf_counter()
-        partial = digest_partial(tensor)
+        partial = digest_partial(piece.payload)
         self.digest_seconds += time.perf_counter() - start
         return partial
 
-    def _digests(self, specs: list[TensorSpec], partials: list[Tensor]) -> dict[str, str]:
-        """Here, all at once, they are waited for."""
-        start = time.perf_counter()
-        dtypes = [getattr(torch, spec.dtype) for spec in specs]
-        digests = {
-            spec.name: finish(partial, dtype, spec.shape)
-            for spec, partial, dtype in zip(specs, partials, dtypes, strict=True)
-        }
-        self.digest_seconds += time.perf_counter() - start
-        return digests
+
+_Digested = list[tuple[TensorSpec, str | Tensor]]
 
 
 @dataclass
 class _Filling:
     size: int = 0
-    tensors: list[TensorSpec] = field(default_factory=list)
-    partials: list[Tensor] = field(default_factory=list)
+    pieces: _Digested = field(default_factory=list)
     elsewhere: bool = False  # some tensor lies on another device than the buffer
 
 
-def _once(group: Bucket, seen: set[str]) -> None:
-    for name, _ in group:
-        if name in seen:
-            raise SyncError(f"weights: {name} was produced twice in one push")
-        seen.add(name)
+def _once(group: list[Piece], seen: set[str]) -> None:
+    for piece in group:
+        if piece.spec.name in seen:
+            raise SyncError(f"weights: {piece.spec.name} was produced twice in one push")
+        seen.add(piece.spec.name)

@@ -8,6 +8,8 @@ servers are still part of it:
 3. All senders of all stages, together: the stage gathers its tensors, they take the form in which
    servers hold them and are packed into flat buckets (packing.py). A thread sends each to all
    servers while the next is gathered and packed.
+   Of what all servers hold alike, by the digests they gave before, only what changed is sent
+   (delta.py), if so set.
 4. Both ends digest what they have: the trainer what it sent, every server what it now serves. All
    must agree.
 5. A process that does not read its weights back (SGLang) proves once that what it receives is what
@@ -27,19 +29,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import SyncError
-from megarl.hostcomm import gather_and_share, gather_json
+from megarl.hostcomm import broadcast_json, gather_and_share, gather_json
 from megarl.protocols import Bucket, WeightSink, WeightSource
 from megarl.sync.asking import ask, failed
 from megarl.sync.carrier import Carrier, Identity, Outcome, identities
+from megarl.sync.delta import Base, changes, held_by_all
 from megarl.sync.packing import Packer
-from megarl.sync.sending import Sent, send_all
-from megarl.sync.stream import push_digest
+from megarl.sync.sending import Encode, Sent, send_all
+from megarl.sync.stream import pieces, push_digest
 from megarl.types import Push, SyncReceipt
 
 log = logging.getLogger(__name__)
@@ -56,8 +60,8 @@ def singly(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Bucket]:
 class PushTransport:
     """``senders``: of each pipeline stage; ``stage``: this rank's. ``form``: of the source's
     tensors, as servers hold them, in groups that must arrive together. ``at_hand``: inside, the
-    source's tensors can be read; a push may come at any time. ``device``: where buckets are sent
-    from.
+    source's tensors can be read; a push may come at any time. ``base``: what this rank last sent;
+    None: everything is sent whole. ``device``: where buckets are sent from.
     """
 
     source: WeightSource
@@ -71,13 +75,14 @@ class PushTransport:
     pause_mode: str = "retract"
     form: Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[Bucket]] = singly
     at_hand: Callable[[], AbstractContextManager[None]] = nullcontext
+    base: Base | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _proven: set[Identity] = field(default_factory=set)
     _attempts: int = 0
     _packer: Packer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._packer = Packer(self.max_bytes, self.device)
+        self._packer = Packer(self.max_bytes, self.device, sealed=self.base is not None)
 
     @property
     def sending(self) -> bool:
@@ -113,13 +118,14 @@ class PushTransport:
         self, version: int, sinks: Sequence[WeightSink], outcome: Outcome, start: float
     ) -> SyncReceipt | None:
         """One pass over all steps; ``outcome`` is the same on every rank after each."""
+        held = self._held(sinks)
         stalled = time.monotonic()
         self._control(sinks, outcome, "begin", {"mode": self.pause_mode})
-        sent, confirm_s = self._deliver(version, sinks, outcome)
+        sent, confirm_s = self._deliver(version, sinks, outcome, held)
         unproven = [s for s in _serving(sinks, outcome) if self._has_to_prove(s)]
         if unproven:
             self._control(unproven, outcome, "snapshot", {})
-            self._deliver(version, unproven, outcome)
+            self._deliver(version, unproven, outcome, {})
             self._control(unproven, outcome, "compare", {})
             self._proven.update(identities(_serving(unproven, outcome)))
         self._control(sinks, outcome, "commit", {"version": version, "mode": self.pause_mode})
@@ -141,13 +147,17 @@ class PushTransport:
         return sink.proves and (sink.name, sink.boot) not in self._proven
 
     def _deliver(
-        self, version: int, sinks: Sequence[WeightSink], outcome: Outcome
+        self,
+        version: int,
+        sinks: Sequence[WeightSink],
+        outcome: Outcome,
+        held: Mapping[str, str],
     ) -> tuple[Sent | None, float]:
         """Everything to those that still serve, and their word that they have it. (What was sent by
         all, on rank 0; seconds it took to compare.)
         """
         self._open(sinks, outcome)
-        mine = self._send(sinks, outcome)
+        mine = self._send(sinks, outcome, held)
         if not _serving(sinks, outcome):
             return None, 0.0
         sent = self._merge(mine)
@@ -180,16 +190,32 @@ class PushTransport:
                 error = e
         self._share(outcome, found, error, "joining the weight groups")
 
-    def _send(self, sinks: Sequence[WeightSink], outcome: Outcome) -> Sent:
+    def _send(self, sinks: Sequence[WeightSink], outcome: Outcome, held: Mapping[str, str]) -> Sent:
         names = {sink.name for sink in _serving(sinks, outcome)}
         if not names:
             return Sent()
         with self.at_hand():
-            sent = send_all(self.source.tensors(), self.form, self._packer, self.carrier, names)
+            how = (self.form, self._encoding(held), self._packer, self.carrier)
+            sent = send_all(self.source.tensors(), *how, names)
         if self.device.type != "cpu":
             self._packer.free()  # training needs the memory
         self._share(outcome, sent.outcome, sent.error, "sending the weights")
         return sent
+
+    def _held(self, sinks: Sequence[WeightSink]) -> Mapping[str, str]:
+        """Digests of what all of them hold alike. One that does not answer holds nothing."""
+        if self.base is None:
+            return {}
+        told: Mapping[str, str] = {}
+        if self.rank == 0:
+            replies = [ask(sink, "held", {}, self.timeout_s) for sink in sinks]
+            wait(replies)
+            told = held_by_all([{} if failed(r) else r.result()["digests"] for r in replies])
+        found: dict[str, str] = broadcast_json(told, 0, self.host)
+        return found
+
+    def _encoding(self, held: Mapping[str, str]) -> Encode:
+        return pieces if self.base is None else partial(changes, base=self.base, held=held)
 
     def _merge(self, mine: Sent) -> Sent:
         """What all senders have sent, on rank 0."""

@@ -11,8 +11,10 @@ from megarl.protocols import Bucket
 from megarl.sync.asking import in_background
 from megarl.sync.carrier import Carrier, Outcome
 from megarl.sync.packing import Packed, Packer
+from megarl.sync.stream import Piece
 
 Form = Callable[[Iterable[tuple[str, Tensor]]], Iterator[Bucket]]
+Encode = Callable[[Iterable[Bucket]], Iterator[list[Piece]]]
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Sent:
 def send_all(
     tensors: Iterator[tuple[str, Tensor]],
     form: Form,
+    encode: Encode,
     packer: Packer,
     carrier: Carrier,
     names: set[str],
@@ -41,7 +44,7 @@ def send_all(
     sent, before = Sent(), packer.digest_seconds
     way = _Way(carrier, names, sent.outcome)
     try:
-        for bucket in packer.pack(form(tensors)):
+        for bucket in packer.pack(encode(form(tensors))):
             sent.digests |= bucket.digests
             sent.num_bytes += bucket.flat.numel()
             sent.calls += way.send(bucket)

@@ -7,7 +7,8 @@
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,10 +17,27 @@ from megarl.protocols import Bucket
 from megarl.types import TensorSpec
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A tensor as it travels. ``payload``: the tensor itself, or where ``spec.delta`` says so what
+    changed, u8. ``digest`` of the tensor; None: its payload is yet to be digested.
+    """
+
+    spec: TensorSpec
+    payload: torch.Tensor
+    digest: str | None = None
+
+
 def push_digest(digests: Mapping[str, str]) -> str:
     """One digest for a whole push: sha256 over the lines `name digest`, sorted by name."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def pieces(groups: Iterable[Bucket]) -> Iterator[list[Piece]]:
+    """Tensors that travel as they are."""
+    for group in groups:
+        yield [Piece(spec, t) for spec, (_, t) in zip(specs_of(group), group, strict=True)]
 
 
 def specs_of(bucket: Bucket) -> list[TensorSpec]:
@@ -30,7 +48,13 @@ def specs_of(bucket: Bucket) -> list[TensorSpec]:
 def flatten(bucket: Bucket) -> torch.Tensor:
     """The bucket's bytes in order, as one u8 tensor on the tensors' device."""
     _offsets(specs_of(bucket))
-    return torch.cat([_bytes(tensor.detach().contiguous()) for _, tensor in bucket])
+    return laid_flat([tensor for _, tensor in bucket])
+
+
+def laid_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their bytes one after another, u8; not a copy of a single one that is contiguous."""
+    flat = [_bytes(tensor.detach().contiguous()) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Bucket:

@@ -11,7 +11,7 @@ from megarl.errors import SyncError
 from megarl.ops import digest
 from megarl.protocols import Bucket
 from megarl.sync.packing import Packer
-from megarl.sync.stream import unflatten
+from megarl.sync.stream import pieces, unflatten
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.int64]
@@ -49,7 +49,7 @@ def test_every_name_once_groups_whole_and_every_byte_in_its_place(
     groups = groups_of(shapes)
     sent: list[list[str]] = []
     arrived: dict[str, torch.Tensor] = {}
-    for bucket in Packer(max_bytes, CPU).pack(groups):
+    for bucket in Packer(max_bytes, CPU).pack(pieces(groups)):
         names = [spec.name for spec in bucket.specs]
         size = bucket.flat.numel()
         whole = [g for g in groups if g[0][0] in names]
@@ -68,7 +68,9 @@ def test_every_name_once_groups_whole_and_every_byte_in_its_place(
 
 def sizes(*shapes: list[Shape], max_bytes: int) -> list[list[str]]:
     packer = Packer(max_bytes, CPU)
-    return [[s.name for s in bucket.specs] for bucket in packer.pack(groups_of(list(shapes)))]
+    return [
+        [s.name for s in bucket.specs] for bucket in packer.pack(pieces(groups_of(list(shapes))))
+    ]
 
 
 def test_buckets_are_filled_in_order_and_what_is_larger_travels_alone() -> None:
@@ -90,7 +92,7 @@ def test_a_wide_type_behind_odd_bytes_begins_the_next_bucket() -> None:
 
 def test_a_bucket_under_way_keeps_its_bytes_while_the_next_is_filled() -> None:
     groups = groups_of([[(4, torch.float32)]] * 6)
-    stream = Packer(16, CPU).pack(groups)
+    stream = Packer(16, CPU).pack(pieces(groups))
     under_way = next(stream)
     for k in range(1, 6):
         following = next(stream)
@@ -103,7 +105,7 @@ def test_no_more_than_two_buckets_are_ever_held_and_tensors_are_read_one_group_a
     groups = groups_of([[(4, torch.float32)]] * 8)
     taken = []
     packer = Packer(32, CPU)
-    stream = packer.pack(taken.append(g[0][0]) or g for g in groups)
+    stream = packer.pack(pieces(taken.append(g[0][0]) or g for g in groups))
     places = {next(stream).flat.data_ptr()}
     assert taken == ["w0", "w1", "w2"]
     places |= {bucket.flat.data_ptr() for bucket in stream}
@@ -117,4 +119,4 @@ def test_no_more_than_two_buckets_are_ever_held_and_tensors_are_read_one_group_a
 def test_a_name_cannot_come_twice(where: list[list[str]]) -> None:
     groups = [[(name, torch.zeros(1)) for name in group] for group in where]
     with pytest.raises(SyncError, match="a was produced twice"):
-        list(Packer(4, CPU).pack(groups))
+        list(Packer(4, CPU).pack(pieces(groups)))
