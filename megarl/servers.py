@@ -95,6 +95,9 @@ class Servers:
             metrics += [
                 Metric("sync/version", Max(receipt.version)),
                 Metric("sync/seconds", Max(receipt.seconds)),
+                Metric("sync/stall_seconds", Max(receipt.stall_seconds)),
+                Metric("sync/verify_seconds", Max(receipt.verify_seconds)),
+                Metric("sync/calls", Max(receipt.calls)),
                 Metric("sync/bytes", Max(receipt.num_bytes)),
                 Metric("sync/tensors", Max(receipt.tensors)),
             ]

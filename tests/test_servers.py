@@ -70,6 +70,9 @@ def test_a_server_that_comes_back_gets_the_weights_before_collectors_hear_of_it(
         ("servers/lost", Max(0)),
         ("sync/version", Max(6)),
         ("sync/seconds", Max(0.5)),
+        ("sync/stall_seconds", Max(0.25)),
+        ("sync/verify_seconds", Max(0.125)),
+        ("sync/calls", Max(2)),
         ("sync/bytes", Max(12)),
         ("sync/tensors", Max(3)),
     ]

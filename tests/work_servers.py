@@ -75,7 +75,7 @@ class WritingTransport:
         self.log.append(("push", version, [sink.name for sink in sinks]))
         lost = {sink.name: self.losing[sink.name] for sink in sinks if sink.name in self.losing}
         left = dist.get_rank() == 0 and len(lost) < len(sinks)
-        return Push(SyncReceipt(version, 3, 12, 0.5, "d") if left else None, lost)
+        return Push(SyncReceipt(version, 3, 12, 0.5, "d", 2, 0.25, 0.125) if left else None, lost)
 
     def close(self) -> None: ...
 
