@@ -110,10 +110,10 @@ class Bench:
 
     @classmethod
     def of(cls, given: argparse.Namespace, folder: Path) -> "Bench":
-        config = _config(given, _model(given, folder))
+        config = _config(given, write_model(given, folder))
         parallel = init_parallel(Mesh(), seed=0, timeout_s=600)
         actor = build_actor(config, read_spec(config.model.hf), parallel, optimizer_steps=1000)
-        samples = _samples(given)
+        samples = random_samples(given)
         bench = cls(actor, config, samples, [])
         (rows,) = bench.plan().steps
         bench.rows.extend(rows)
@@ -272,7 +272,7 @@ def _in_range(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def _model(given: argparse.Namespace, folder: Path) -> Path:
+def write_model(given: argparse.Namespace, folder: Path) -> Path:
     """A Hugging Face folder with random weights."""
     source = folder / "source"
     source.mkdir()
@@ -318,9 +318,9 @@ def _config(given: argparse.Namespace, hf: Path) -> Config:
     )
 
 
-def _samples(given: argparse.Namespace) -> list[Sample]:
+def random_samples(given: argparse.Namespace, seed: int = 0) -> list[Sample]:
     """A quarter of each is its prompt; lengths are between half and all of the longest."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     samples = []
     for i in range(given.samples):
         length = int(rng.integers(given.longest // 2, given.longest + 1))

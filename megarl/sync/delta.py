@@ -65,6 +65,7 @@ class Base:
         """
         now = tensor.detach().contiguous()
         found, spec = digest(now), TensorSpec(name, tuple(now.shape), dtype_name(now.dtype))
+        # Without a digest for as long as its bytes change: it goes whole after an error.
         base, kept = self._digests.pop(name, None), self._tensors.get(name)
         whole = now.reshape(-1).view(torch.uint8)
         payload = whole
@@ -128,7 +129,8 @@ def decode(spec: TensorSpec, payload: Tensor, old: Tensor, held: str | None) -> 
         try:
             delta_apply_(place, payload)
         except RuntimeError as error:
-            raise SyncError(f"weights: {spec.name}: {error}") from error
+            why = str(error).rpartition("delta_apply_: ")[2]
+            raise SyncError(f"weights: {spec.name}: {why}") from error
     if place is not old:
         old.copy_(place)
     return old

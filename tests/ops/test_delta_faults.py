@@ -84,6 +84,54 @@ def test_every_cut_and_every_byte_too_many_is_refused(apply):
         assert outcome(apply, old, payload + bytes(more)) is None
 
 
+DAMAGED = [
+    # (elements of 2 bytes, payload)
+    (256, "0100 22"),  # no such kind
+    (256, "0200 a2 00"),
+    (256, "0100 ff"),
+    (256, "0100 80"),  # a step of nothing
+    (256, "0200 80 00"),
+    (256, "0500 82 0303 0101"),  # a place twice
+    (256, "0400 82 0303 01"),
+    (256, "0500 82 0201 0101"),  # places in disorder
+    (300, "0500 8100 ff 01 00"),
+    (300, "0400 0081 2c 01"),  # the last block has 44 elements
+    (300, "0400 0081 ff 01"),
+    (270, "0600 00a0 0140 0101"),  # a bit for the 15th of 14 elements
+    (256, "0300 82 00"),  # its places are not all there
+    (256, "0400 82 0001 01"),  # nor are its values
+    (256, "0600 82 0001 010101"),  # one more than that
+    (256, "2300 a0" + "00" * 32 + "01 01"),  # values of no element
+    (256, "0100 00 00"),  # more than the table says
+    (256, "0300 8105"),  # less
+    (5000, "0300 0000 818181"),  # fewer bytes than blocks
+    (5000, "1300 0000 81" + "00" * 15 + "05 01 00"),  # of two chunks, bytes behind a change
+]
+
+
+@appliers
+@pytest.mark.parametrize(("numel", "payload"), DAMAGED)
+def test_what_does_not_add_up_is_refused(apply, numel, payload):
+    old = torch.zeros(numel, dtype=torch.bfloat16)
+    assert defined_outcome(old, bytes.fromhex(payload)) is None
+    assert outcome(apply, old, bytes.fromhex(payload)) is None
+
+
+@appliers
+def test_the_first_element_stays_where_the_last_chunk_is_damaged(apply):
+    """Of more chunks than are read at a time, or than a thread takes."""
+    numel = 600 * 4096
+    old, new = changed(1, numel, {0: 1, 300 * 4096: 1, numel - 1: 1})
+    payload = delta_encode_ref_(old.clone(), new)
+    payload[-2] = 0  # the last place, 255: fine, and another element
+    apply(old.clone(), payload)
+    payload[-18] = 200  # the code of the last chunk's first block
+    copy = old.clone()
+    with pytest.raises((RuntimeError, ValueError)):
+        apply(copy, payload)
+    assert not copy.any()
+
+
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
