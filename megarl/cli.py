@@ -105,6 +105,7 @@ def config_check(
         num_gpus=_local_gpus() * nodes if num_gpus is None else num_gpus,
         hf_config=hf_config,
         critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
+        server_hf_config=read_hf_config(config.server_hf),
         supported_models=FAMILIES,
         refused_models=REFUSED,
         check_paths=paths,
@@ -291,16 +292,22 @@ def plan(
 
 def _check_model(config: "Config") -> None:
     """Everything in config.json that a model family does not support, or ``model.config`` says
-    otherwise, and parameters to freeze that the model does not have.
+    otherwise, parameters to freeze that the model does not have, and in what ``rollout.model`` is
+    another one.
     """
     from megarl.errors import ConfigError, DataError
     from megarl.models.frozen import frozen_parameters
+    from megarl.models.served import served_form
     from megarl.models.settings import model_spec
     from megarl.models.spec import read_spec
 
     key = "model.hf"
     try:
-        frozen_parameters(config.train.frozen, model_spec(config.model))
+        spec = model_spec(config.model)
+        frozen_parameters(config.train.frozen, spec)
+        if config.rollout.model is not None:
+            key = "rollout.model"
+            served_form(config, spec)
         if config.critic.hf is not None:
             key = "critic.hf"
             read_spec(config.critic.hf, for_values=True)

@@ -14,6 +14,7 @@ from megarl.collection import Collection
 from megarl.config.failures import on_failure
 from megarl.config.rollout import staleness_bound
 from megarl.config.schema import Config
+from megarl.config.served import served_dtype
 from megarl.curriculum import LengthCurriculum
 from megarl.data.exchange import Collected
 from megarl.data.prompts import PromptStream, load_prompts
@@ -210,8 +211,8 @@ class RolloutSource:
                 fleet = start_fleet(
                     self.config.rollout,
                     run_dir=self.run.rundir,
-                    model=self.config.model.hf,
-                    dtype=self.config.precision.dtype,
+                    model=self.config.server_hf,
+                    dtype=served_dtype(self.config),
                     on_death=self._died,
                     host=server_address(self.run.job),
                     routing=self.routing is not None,

@@ -76,7 +76,7 @@ def main(
         fixed_shape=fixed_shape,
         fp8=fp8,
     )
-    engine = Engine(slots, ModelReceiver(slots.module))
+    engine = Engine(slots, ModelReceiver(slots.weights))
     engine.start()
     listener = _listen(host, port)
     url = _url(listener)

@@ -5,6 +5,7 @@ import sys
 
 from megarl.config.files import read_hf_config
 from megarl.config.schema import Config
+from megarl.config.served import served_dtype
 from megarl.config.validate import validate
 from megarl.errors import ConfigError, Problem
 from megarl.models.spec import FAMILIES, REFUSED
@@ -24,6 +25,7 @@ def main(config: Config, *, host: str, parent_pid: int | None) -> None:
         world_size=None,
         num_gpus=p.tp * p.pp * p.cp * p.dp,  # the trainer's, wherever they are
         hf_config=read_hf_config(config.model.hf),
+        server_hf_config=read_hf_config(config.server_hf),
         supported_models=FAMILIES,
         refused_models=REFUSED,
     )
@@ -33,8 +35,8 @@ def main(config: Config, *, host: str, parent_pid: int | None) -> None:
     supervise(
         config.rollout,
         run_dir=RunDir(config.run.dir),
-        model=config.model.hf,
-        dtype=config.precision.dtype,
+        model=config.server_hf,
+        dtype=served_dtype(config),
         host=host,
         routing=config.moe.routing_replay == "rollout",
         max_restarts=config.on_failure.max_restarts,

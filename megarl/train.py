@@ -25,6 +25,7 @@ from megarl.errors import ConfigError, InstallError, MegarlError
 from megarl.hostcomm import allow_connections
 from megarl.installed import installed, require_sound
 from megarl.models.frozen import frozen_parameters
+from megarl.models.served import served_form
 from megarl.models.settings import model_spec
 from megarl.models.spec import FAMILIES, REFUSED
 from megarl.rundir import RunDir
@@ -91,12 +92,15 @@ def check(config: Config, job: Job) -> None:
         num_gpus=torch.cuda.device_count() * job.nodes,
         hf_config=read_hf_config(config.model.hf),
         critic_hf_config=read_hf_config(config.critic.hf) if config.critic.hf else None,
+        server_hf_config=read_hf_config(config.server_hf),
         supported_models=FAMILIES.keys(),
         refused_models=REFUSED,
         packages=installed(),
     )
     if config.train.frozen:
         frozen_parameters(config.train.frozen, model_spec(config.model))
+    if config.run.mode == "rl" and config.rollout.model is not None:
+        served_form(config, model_spec(config.model))
 
 
 def _join(job: Job, config: Config) -> None:

@@ -27,6 +27,7 @@ def file_problems(config: Config) -> Iterator[Problem]:
         for i, chosen in enumerate(config.eval.sets):
             yield from _jsonl(f"eval.sets[{i}].prompts", chosen.prompts)
         yield from _server_files(config)
+        yield from _served_folder(config)
     elif config.run.mode == "sft":
         yield from _jsonl("data.demonstrations", config.data.demonstrations)
     elif config.data.recorded is not None:
@@ -71,7 +72,8 @@ def _hf_folder(config: Config) -> Iterator[Problem]:
             "model.hf", f"{folder} without a tokenizer", f"one of {', '.join(_TOKENIZERS)}"
         )
     rollout = config.rollout
-    served = config.run.mode == "rl" and not rollout.urls and rollout.engine == "embedded"
+    managed = config.run.mode == "rl" and not rollout.urls and rollout.engine == "embedded"
+    served = managed and rollout.model is None
     if (config.model.load is None or served) and not any(folder.glob("*.safetensors")):
         accepted = (
             "weights there: the managed server starts with them"
@@ -79,6 +81,22 @@ def _hf_folder(config: Config) -> Iterator[Problem]:
             else ("weights there, or model.load")
         )
         yield Problem("model.hf", f"{folder} without *.safetensors", accepted)
+
+
+def _served_folder(config: Config) -> Iterator[Problem]:
+    folder, rollout = config.rollout.model, config.rollout
+    if folder is None:
+        return
+    accepted = "a local Hugging Face folder (nothing is downloaded)"
+    yield from _folder("rollout.model", folder, accepted)
+    if not folder.is_dir():
+        return
+    if read_hf_config(folder) is None:
+        found = f"{folder} without a config.json that is an object"
+        yield Problem("rollout.model", found, accepted)
+    if not rollout.urls and not any(folder.glob("*.safetensors")):
+        accepted = "weights there: managed servers start with them"
+        yield Problem("rollout.model", f"{folder} without *.safetensors", accepted)
 
 
 def _critic_folder(config: Config) -> Iterator[Problem]:

@@ -45,6 +45,11 @@ class LengthStage(Section):
 
 class RolloutSection(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
+    model: Path | None = None
+    """Hugging Face folder of the model in the form in which servers hold it: bf16, fp32, or FP8 in
+    blocks (tools/quantize_hf_fp8.py makes one). Managed servers are started from it, and weights
+    are sent to all in its form. Null: ``model.hf``, in its FP8 or in ``precision.dtype``.
+    """
     urls: tuple[str, ...] = ()
     """Servers that already run (http://host:port). Empty: the run starts and ends its own."""
     discover: bool = False
@@ -124,7 +129,8 @@ class RolloutSection(Section):
     """
     fp8: Literal["none", "f32", "power_of_two"] = "none"
     """Managed embedded server: compute as a server of FP8 weights does, in blocks of 128 x 128 with
-    scales of this kind, those of activations in 1 x 128. It still receives bf16 (or fp32) weights.
+    scales of this kind, those of activations in 1 x 128. With FP8 weights (``rollout.model``) from
+    the codes it received; otherwise it still receives bf16 (or fp32) weights, and rounds them.
     docs/fp8-emulation.md.
     """
     server_command: tuple[str, ...] = ()

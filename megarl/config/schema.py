@@ -192,6 +192,12 @@ class DataSection(Section):
 class SyncSection(Section):
     senders: Annotated[int, Field(ge=1, le=4)] = 1
     """Ranks of every pipeline stage that send to servers, each a part of its layers."""
+    fp8: Literal["auto", "f32", "power_of_two"] = "auto"
+    """Where servers hold FP8 (``rollout.model``) and their config.json does not say how scales are
+    rounded (``scale_fmt``): f32 (auto), as they are; power_of_two: up to one, for servers that
+    would round them so themselves, and the codes with them, as SGLang with DeepGEMM on Blackwell
+    GPUs does.
+    """
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host
@@ -312,6 +318,11 @@ class Config(Section):
     def critic_load(self) -> Path | None:
         """The checkpoint that the critic starts from, if any."""
         return self.critic.load or (None if self.critic.hf else self.model.load)
+
+    @property
+    def server_hf(self) -> Path:
+        """The folder that servers are started from, whose form their weights have."""
+        return self.rollout.model or self.model.hf
 
     @property
     def critic_parallel(self) -> ParallelSection:

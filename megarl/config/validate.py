@@ -3,8 +3,8 @@
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
 ``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
 ``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``fp8_rules.py``,
-``rollout_rules.py`` (servers, schedules), ``hardware.py`` (GPUs and packages), ``unused.py`` (no
-effect), and here batches, modes and devices.
+``rollout_rules.py`` (servers, schedules), ``sync_rules.py`` (their weights), ``hardware.py`` (GPUs
+and packages), ``unused.py`` (no effect), and here batches, modes and devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -20,6 +20,7 @@ from megarl.config.layout import Dims, layout_problems
 from megarl.config.lengths import length_problems
 from megarl.config.rollout_rules import rollout_problems
 from megarl.config.schema import Config, ParallelSection
+from megarl.config.sync_rules import sync_problems
 from megarl.config.training import training_problems
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
@@ -36,6 +37,7 @@ def validate(
     num_gpus: int,
     hf_config: Mapping[str, Any] | None,
     critic_hf_config: Mapping[str, Any] | None = None,
+    server_hf_config: Mapping[str, Any] | None = None,
     supported_models: Collection[str] | None = None,
     refused_models: Mapping[str, str] | None = None,
     check_paths: bool = True,
@@ -45,18 +47,18 @@ def validate(
 
     ``world_size`` None: not known yet, not compared. ``num_gpus``: devices of the whole job.
     ``hf_config``: the model's config.json (``files.read_hf_config``), None: not checked;
-    ``critic_hf_config``: that of ``critic.hf``.
+    ``critic_hf_config``: that of ``critic.hf``; ``server_hf_config``: of ``Config.server_hf``.
     ``supported_models``: the values of model_type that can be trained, None: not checked.
     ``refused_models``: others that are known, and why they cannot.
     ``packages``: what this machine has installed (``installed.py``), None: not checked.
     """
-    refused, served = refused_models or {}, config.run.mode == "rl"
+    refused = refused_models or {}
     dims = None if hf_config is None else Dims.of(hf_config)
     critic_dims = None if critic_hf_config is None else Dims.of(critic_hf_config)
     problems = [
         *_mode(config),
         *layout_problems(config, world_size, hf_config, critic_hf_config),
-        *_model("model.hf", config.model.hf, hf_config, supported_models, refused, served=served),
+        *_model("model.hf", config.model.hf, hf_config, supported_models, refused),
         *_model("critic.hf", config.critic_hf, critic_hf_config, supported_models, refused),
         *algorithm_problems(config),
         *_batch(config),
@@ -65,6 +67,7 @@ def validate(
         *fp8_problems(config, dims, critic_dims),
         *length_problems(config, hf_config),
         *rollout_problems(config, hf_config or {}),
+        *sync_problems(config, hf_config, server_hf_config),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
         *(() if packages is None else hardware_problems(config, num_gpus, packages)),
@@ -143,17 +146,7 @@ def _model(
     hf: Mapping[str, Any] | None,
     supported: Collection[str] | None,
     refused: Mapping[str, str],
-    *,
-    served: bool = False,
 ) -> Iterator[Problem]:
-    if hf is not None and served and hf.get("quantization_config"):
-        found = f"{folder}, whose weights are quantised"
-        accepted = (
-            "weights in bf16 or fp32, as tools/convert_hf_to_megatron.py and "
-            "tools/convert_megatron_to_hf.py make of FP8: servers load this folder, too, and are "
-            "sent plain weights"
-        )
-        yield Problem(key, found, accepted)
     if hf is None or supported is None or not hf.get("model_type"):
         return
     family = hf["model_type"]

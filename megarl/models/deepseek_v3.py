@@ -17,12 +17,19 @@ from megarl.models.spec import ModelSpec
 
 LATENT_NORM_EPS = 1e-6  # of transformers and the published code, whatever rms_norm_eps is
 
+# SGLang 0.5.23 makes one matrix of the two (``DeepseekV2WeightLoaderMixin.do_load_weights``), and
+# forgets one of which the other does not come in the same call.
+_FUSED = "projections to the latents"
+
 _MEGATRON = "decoder.layers.{L}.self_attention."
 _HF = "model.layers.{L}.self_attn."
 
 
-def _projection(name: str, hf: str, dims: tuple[str, str], operator: str) -> Rule:
-    return Rule("layer", (f"{_MEGATRON}{name}.weight",), ((f"{_HF}{hf}.weight", dims),), operator)
+def _projection(
+    name: str, hf: str, dims: tuple[str, str], operator: str, together: str | None = None
+) -> Rule:
+    megatron = (f"{_MEGATRON}{name}.weight",)
+    return Rule("layer", megatron, ((f"{_HF}{hf}.weight", dims),), operator, together=together)
 
 
 def _latent_norm(x: str, dim: str) -> Rule:
@@ -39,13 +46,14 @@ def _latent_norm(x: str, dim: str) -> Rule:
 
 DIRECT_QUERIES = (_projection("linear_q_proj", "q_proj", ("q", "hidden"), "column"),)
 LATENT_QUERIES = (
-    _projection("linear_q_down_proj", "q_a_proj", ("q_rank", "hidden"), "replicated"),
+    _projection("linear_q_down_proj", "q_a_proj", ("q_rank", "hidden"), "replicated", _FUSED),
     _latent_norm("q", "q_rank"),
     _projection("linear_q_up_proj", "q_b_proj", ("q", "q_rank"), "column"),
 )
 KEYS_AND_VALUES = (
     _projection(
-        "linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_rank_and_rope", "hidden"), "replicated"
+        *("linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_rank_and_rope", "hidden")),
+        *("replicated", _FUSED),
     ),
     _latent_norm("kv", "kv_rank"),
     _projection("linear_kv_up_proj", "kv_b_proj", ("keys_and_values", "kv_rank"), "column"),

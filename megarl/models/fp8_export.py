@@ -123,8 +123,7 @@ def fp8_export(mapping: ModelMapping, scales: str, exclude: Sequence[str] = ()) 
     if any(rule.stacked for rule in mapping.rules):
         why = "files hold its experts stacked and transposed, which no server reads in FP8 blocks"
         raise DataError(f"a model of family {family} is not written in FP8: {why}")
-    plain_specs = mapping.hf_spec()
-    matrices = [spec for spec in plain_specs if len(spec.shape) > 1]
+    matrices = [spec for spec in mapping.hf_spec() if len(spec.shape) > 1]
     modules = _modules(matrices)
     fitting = [linears for linears in modules.values() if _fit(linears)]
     if not fitting:
@@ -135,8 +134,40 @@ def fp8_export(mapping: ModelMapping, scales: str, exclude: Sequence[str] = ()) 
     codes = frozenset(s.name for linears in fitting for s in linears) - kept
     if not codes:
         raise DataError("nothing is left to be written in FP8: every linear is excluded")
-    blocks = Fp8Blocks(BLOCK, ())
-    specs: list[TensorSpec] = []
+    return _export(mapping, scales, codes)
+
+
+def stored_export(mapping: ModelMapping, blocks: Fp8Blocks, scales: str) -> Fp8Export:
+    """How a model's tensors are written in the form of a folder that is in FP8 already, with
+    ``blocks`` of its config.json.
+
+    Raises DataError with every module that config.json leaves in FP8 and no server takes so, and
+    for other blocks than this module writes.
+    """
+    if blocks.block != BLOCK:
+        found = f"weight_block_size {list(blocks.block)}"
+        raise DataError(f"{found}: weights are sent in blocks of {list(BLOCK)}")
+    matrices = [spec for spec in mapping.hf_spec() if len(spec.shape) > 1]
+    codes: set[str] = set()
+    faults = []
+    for linears in _modules(matrices).values():
+        left = [spec for spec in linears if blocks.excludes(spec.name) is None]
+        if left and len(left) < len(linears):
+            plain = next(spec for spec in linears if spec not in left)
+            one = f"{_module(plain.name)} and {_module(left[0].name)} are one module of a server"
+            faults.append(f"{one}, and only the first is said to be plain")
+        elif left and not _fit(linears):
+            shapes = ", ".join(f"{spec.name} {list(spec.shape)}" for spec in linears[:3])
+            faults.append(f"no whole blocks, and not said to be plain: {shapes}")
+        codes.update(spec.name for spec in left)
+    if faults:
+        raise DataError("\n  ".join(["a server cannot hold the model in FP8 so:", *faults]))
+    return _export(mapping, scales, frozenset(codes))
+
+
+def _export(mapping: ModelMapping, scales: str, codes: frozenset[str]) -> Fp8Export:
+    blocks, specs = Fp8Blocks(BLOCK, ()), []
+    plain_specs = mapping.hf_spec()
     for spec in plain_specs:
         if spec.name in codes:
             specs.append(TensorSpec(spec.name, spec.shape, "float8_e4m3fn"))
@@ -144,9 +175,9 @@ def fp8_export(mapping: ModelMapping, scales: str, exclude: Sequence[str] = ()) 
             specs.append(TensorSpec(spec.name + SCALE, scales_shape, "float32"))
         else:
             specs.append(spec)
-    return Fp8Export(
-        scales, tuple(specs), codes, _plain_modules(matrices, codes, mapping.spec.layers)
-    )
+    matrices = [spec for spec in plain_specs if len(spec.shape) > 1]
+    plain = _plain_modules(matrices, codes, mapping.spec.layers)
+    return Fp8Export(scales, tuple(specs), codes, plain)
 
 
 def _modules(matrices: Sequence[TensorSpec]) -> dict[tuple[str, ...], list[TensorSpec]]:

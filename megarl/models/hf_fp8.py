@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.served import STORED_SCALES
 from megarl.errors import Problem
 from megarl.models.hf_headers import Place
 
@@ -26,7 +27,7 @@ _LISTS = ("modules_to_not_convert", "ignored_layers")  # two spellings of one th
 _ONLY: dict[str, tuple[object, ...]] = {  # key -> values accepted; None always is
     "fmt": ("e4m3",),
     "activation_scheme": ("dynamic",),  # static: scales of activations are stored, too
-    "scale_fmt": ("float", "ue8m0"),  # how scales were rounded; they are multiplied with alike
+    "scale_fmt": tuple(STORED_SCALES),  # how scales were rounded; they are multiplied with alike
     "dequantize": (False, True),  # a choice of who loads the folder
 }
 _METHOD = (
@@ -38,10 +39,13 @@ _BLOCK = "[rows, columns] of a block, as [128, 128]; scales of whole tensors are
 
 @dataclass(frozen=True)
 class Fp8Blocks:
-    """``excluded``: modules that config.json says are not in FP8."""
+    """``excluded``: modules that config.json says are not in FP8. ``scales``: how it says they were
+    rounded; None where it does not.
+    """
 
     block: tuple[int, int]
     excluded: tuple[str, ...]
+    scales: str | None = None
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Fp8Blocks | None":
@@ -50,7 +54,8 @@ class Fp8Blocks:
         if value is None:
             return None
         rows, columns = value["weight_block_size"]
-        return Fp8Blocks((rows, columns), tuple(m for key in _LISTS for m in value.get(key) or ()))
+        excluded = tuple(m for key in _LISTS for m in value.get(key) or ())
+        return Fp8Blocks((rows, columns), excluded, STORED_SCALES.get(value.get("scale_fmt")))
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         *stack, rows, columns = shape

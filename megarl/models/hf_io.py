@@ -48,6 +48,24 @@ class HfCheckpoint:
         self._blocks = blocks
         self._dtype = dtype
 
+    @property
+    def blocks(self) -> Fp8Blocks | None:
+        """None where weights are plain."""
+        return self._blocks
+
+    @property
+    def codes(self) -> frozenset[str]:
+        """Weights that lie in FP8 blocks."""
+        return frozenset(name for name, place in self._places.items() if _in_codes(place))
+
+    def stored(self, name: str) -> Tensor:
+        """As it lies in the files: of a weight in ``codes`` these, of ``NAME_scale_inv`` its
+        scales. Raises DataError where there is no such tensor, or the file has become shorter.
+        """
+        if name not in self._places:
+            raise DataError(f"{self.folder} holds no tensor {name}")
+        return _read(self._places[name], name, None, (None, None))
+
     def names(self) -> list[str]:
         return [name for name in self._places if not self._is_scale(name)]
 

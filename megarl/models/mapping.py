@@ -58,6 +58,7 @@ class Rule:
     ``dtype``: of the tensor, whatever the model's is.
     ``stacked``: files hold the layer's experts in one tensor, [experts, *dims]; the parameter is
     entry ``{E}`` of it.
+    ``together``: tensors of one layer with the same word here have to reach a server in one call.
     """
 
     where: Literal["model", "layer", "dense", "moe", "expert", "mtp"]
@@ -68,6 +69,7 @@ class Rule:
     copies: str | None = None
     dtype: str | None = None
     stacked: bool = False
+    together: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,15 @@ class ModelMapping:
             if not (rule.tied_to and self.spec.tie_embeddings)
             for copy in self._copies(rule)
         }
+
+    def together(self) -> list[tuple[str, ...]]:
+        """HF tensors that a server takes only in one call, as its loader makes one of them."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for match in self._everything():
+            if match.rule.together:
+                key = (match.rule.together, match.numbers.get("L", -1))
+                found.setdefault(key, []).extend(hf for hf, _ in match.hf(self._dims))
+        return [tuple(names) for names in found.values() if len(names) > 1]
 
     def rule_of(self, name: str) -> Rule:
         """Raises DataError for a parameter no rule knows."""

@@ -62,6 +62,9 @@ class WeightReceiver(Protocol):
 
     def digests(self) -> dict[str, str]: ...
 
+    @property
+    def digest_seconds(self) -> float: ...
+
 
 class Refused(MegarlError):
     """A control operation that the engine's present state does not allow."""
@@ -155,8 +158,9 @@ class Engine:
     def set_version(self, version: str, *, abort: bool) -> Future[None]:
         return self._call(lambda: self._set_version(version, abort))
 
-    def digests(self) -> Future[dict[str, str]]:
-        return self._call(self.receiver.digests)
+    def digests(self) -> Future[tuple[dict[str, str], float]]:
+        """By name; and the seconds that all digests since the start have taken."""
+        return self._call(lambda: (self.receiver.digests(), self.receiver.digest_seconds))
 
     def ping(self) -> Future[None]:
         """Done when the thread gets to it."""
@@ -313,9 +317,14 @@ class Engine:
         count = len(self._schedule.running)
         if self.updating and self.unusable is None:
             raise Refused("a weight update is open; end it first")
+        source = self.model.open_folder(folder)  # if it is bad, nothing has happened
         if abort:
             self._abort(None, "aborted by a load of weights")
-        self.model.load_folder(folder)
+        try:
+            self.model.load_folder(source)
+        except Exception as error:
+            self._break(f"a load of weights failed: {error}")
+            raise
         self._take_weights()
         self._schedule.retract_all()
         self.model.cache.clear()

@@ -4,6 +4,7 @@ Both act on rows alone, so that a row's bits depend on nothing but its own token
 (``embedded_model.py``). Importing this module makes them known to transformers by name.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 DENSE_EXPERTS = "megarl_dense"
 ROW_ATTENTION = "megarl_rows"
+
+
+def experts_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, module) of every layer's experts."""
+    for name, part in module.named_modules():
+        if hasattr(part, "down_proj") and hasattr(part, "num_experts"):
+            yield name, part
 
 
 def has_dense_form(experts: torch.nn.Module) -> bool:

@@ -13,11 +13,10 @@
    place in the batch.
 4. Otherwise a step has as many rows as there is work, attends no further than needed, and a long
    prompt goes through in one piece (`forward_chunk`).
-5. `fp8`: layers multiply what FP8 leaves of weights and activations (``embedded_fp8.py``).
+5. `fp8`: layers multiply what FP8 leaves of weights and activations (``embedded_fp8.py``). What
+   form the weights are held and received in is the folder's own affair (``embedded_load.py``).
 """
 
-import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,68 +24,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
 from transformers.cache_utils import Cache
 
-from megarl.errors import ConfigError, DataError, Problem
+from megarl.errors import ConfigError, Problem
 from megarl.models.fp8_export import SCALES
+from megarl.models.hf_io import HfCheckpoint
+from megarl.models.live_folder import load_weights, open_weights
 from megarl.rollout.embedded_fp8 import Fp8Weights
-from megarl.rollout.embedded_kernels import DENSE_EXPERTS, ROW_ATTENTION, has_dense_form
-
-log = logging.getLogger(__name__)
+from megarl.rollout.embedded_kernels import DENSE_EXPERTS, experts_of, has_dense_form
+from megarl.rollout.embedded_load import eos_ids, load_model
 
 Mask = torch.Tensor | dict[str, torch.Tensor]  # True: visible
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-_CLASS_OF = {"kimi_k2": "deepseek_v3"}  # model_type that transformers lacks -> whose class it has
-
-
-def _config(folder: Path) -> PreTrainedConfig:
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = _CLASS_OF.get(values.pop("model_type", ""))
-    if family is None:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-        return found
-    return AutoConfig.for_model(family, **values)
-
-
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model in a local Hugging Face folder. Never downloads, never runs code from the folder.
-
-    Raises ConfigError when it is no such folder, DataError when weights are missing or do not fit.
-    """
-    if not (folder / "config.json").is_file():
-        raise ConfigError([Problem("model", str(folder), "a Hugging Face folder with config.json")])
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=_config(folder),
-            dtype=dtype,
-            attn_implementation=ROW_ATTENTION,
-            trust_remote_code=False,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{folder}: the model cannot be loaded: {error}") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        names = sorted(map(str, report.get(kind, ())))
-        if names:
-            raise DataError(f"{folder}: {len(names)} {kind.replace('_', ' ')}, first {names[0]}")
-    if report.get("unexpected_keys"):
-        log.warning("%s: not used: %s", folder, sorted(map(str, report["unexpected_keys"]))[:3])
-    return model.to(device).eval().requires_grad_(False)
 
 
 class SlotCache(Cache):
@@ -183,16 +133,15 @@ class SlotModel:
         self.folder, self.num_slots, self.fixed_shape = folder, num_slots, fixed_shape
         self.fp8 = fp8
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._dtype = DTYPES[dtype]
-        self.module = load_model(folder, self._dtype, self.device)
+        self.module, self.weights = load_model(folder, DTYPES[dtype], self.device)
         self.config = self.module.config.get_text_config()
         self.context_length = context_length
         self.vocab_size: int = self.config.vocab_size
-        self.eos_ids = _eos_ids(folder, self.module)
+        self.eos_ids = eos_ids(folder, self.module)
         self._kinds = set(getattr(self.config, "layer_types", None) or [])
         self._window: int = getattr(self.config, "sliding_window", None) or 0
         self._routing: list[torch.Tensor] = []
-        self._experts = [m for m in self.module.modules() if _is_experts(m)]
+        self._experts = [experts for _, experts in experts_of(self.module)]
         self._check_supported()
         for experts in self._experts:
             experts.register_forward_pre_hook(self._record_routing, with_kwargs=True)
@@ -200,7 +149,7 @@ class SlotModel:
             self.module.set_experts_implementation(DENSE_EXPERTS)
         elif not all(map(_can_be_grouped, self._experts)):
             self.module.set_experts_implementation("eager")
-        self._rounded = None if fp8 == "none" else Fp8Weights(self.module, self._experts, fp8)
+        self._rounded = None if fp8 == "none" else Fp8Weights(self.module, self.weights, fp8)
         self.cache = SlotCache(num_slots, context_length)
 
     def weights_changed(self) -> None:
@@ -267,23 +216,16 @@ class SlotModel:
                 [Problem("fixed_shape", "true", "false: kernels here give a row bits by its place")]
             )
 
-    def load_folder(self, folder: Path) -> None:
-        """New weights from another folder of the same model; if it is bad, the old ones stay. The
-        caller then says ``weights_changed``.
+    def open_folder(self, folder: Path) -> HfCheckpoint:
+        """Of the same model in the same form; raises DataError for anything else."""
+        return open_weights(folder, self.weights)
+
+    def load_folder(self, source: HfCheckpoint) -> None:
+        """What ``open_folder`` has found. The caller then says ``weights_changed``. Raises
+        DataError where the files have changed since: then there are no whole weights.
         """
-        fresh = load_model(folder, self._dtype, self.device).state_dict()
-        have = self.module.state_dict(keep_vars=True)
-        unlike = [
-            name
-            for name in fresh.keys() | have.keys()
-            if name not in have or name not in fresh or have[name].shape != fresh[name].shape
-        ]
-        if unlike:
-            raise DataError(f"{folder} is another model: {min(unlike)} does not fit")
-        with torch.no_grad():
-            for name, tensor in fresh.items():
-                have[name].copy_(tensor)
-        self.folder = folder
+        load_weights(source, self.weights)
+        self.folder = source.folder
 
     def _mask(
         self, place: torch.Tensor, kv_length: int, shaped: Callable[[torch.Tensor], torch.Tensor]
@@ -347,20 +289,3 @@ def _can_be_grouped(experts: torch.nn.Module) -> bool:
     """torch's grouped product takes matrices whose rows and columns are whole 16 bytes."""
     matrices = [p for p in experts.parameters() if p.dim() == 3]
     return all(n * p.element_size() % 16 == 0 for p in matrices for n in p.shape[1:])
-
-
-def _is_experts(module: torch.nn.Module) -> bool:
-    return hasattr(module, "down_proj") and hasattr(module, "num_experts")
-
-
-def _eos_ids(folder: Path, module: PreTrainedModel) -> frozenset[int]:
-    """From generation_config.json where there is one, else from config.json."""
-    source: GenerationConfig | AutoConfig = module.config
-    if (folder / "generation_config.json").is_file():
-        source = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    value = source.eos_token_id
-    if value is None:
-        value = module.config.eos_token_id
-    return (
-        frozenset() if value is None else frozenset(value if isinstance(value, list) else [value])
-    )

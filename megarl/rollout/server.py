@@ -205,9 +205,10 @@ class _Api:
         action = body.get("action", "checksum")
         if action not in ("checksum", "digest"):
             raise BadRequest("action", action, "checksum or digest")
-        digests = await _wait(self._engine.digests())
+        digests, seconds = await _wait(self._engine.digests())
         if action == "digest":
-            return web.json_response({"success": True, "message": "", "digests": digests})
+            told = {"digests": digests, "digest_seconds": seconds}
+            return web.json_response({"success": True, "message": "", **told})
         total = hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
         rank = {"checksums": digests, "per_gpu_checksum": total}
         return web.json_response(

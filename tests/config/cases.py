@@ -53,21 +53,24 @@ class Case:
     num_gpus: int = 0
     hf: dict[str, Any] = field(default_factory=dict)  # changes to MOE
     dense: bool = False
+    served: dict[str, Any] | None = None  # what rollout.model has besides; None: not at hand
 
     def __str__(self) -> str:
-        return " ".join([self.mode, *self.set, *self.hf])
+        return " ".join([self.mode, *self.set, *self.hf, *(self.served or {})])
 
 
 def found_problems(case: Case, place: Path) -> list[tuple[str, str]]:
     texts = [x.replace("HERE", str(place)) for x in case.set]
     config = load_config([], [*base(place, case.mode), *texts])
     hf = {**(DENSE if case.dense else MOE), **case.hf}
+    hf = {k: v for k, v in hf.items() if v is not None}
     try:
         validate(
             config,
             world_size=case.world_size,
             num_gpus=case.num_gpus,
-            hf_config={k: v for k, v in hf.items() if v is not None},
+            hf_config=hf,
+            server_hf_config=None if case.served is None else {**hf, **case.served},
             supported_models=SUPPORTED,
             refused_models={"qwen3_next": "its layers do not run"},
         )

@@ -193,7 +193,7 @@ def test_every_setting_is_read_by_the_program() -> None:
     """
     paths = [p for p in PACKAGE.rglob("*.py") if p.name != "cli.py"]
     program = [p for p in paths if p.relative_to(PACKAGE).parts[0] != "config"]
-    resolves = ("algo", "failures", "fp8", "policies", "rollout", "schema")
+    resolves = ("algo", "failures", "fp8", "policies", "rollout", "schema", "served")
     program += [PACKAGE / "config" / f"{name}.py" for name in resolves]
     files = {str(path.relative_to(PACKAGE)): words(path.read_text()) for path in program}
     unread = [

@@ -96,8 +96,6 @@ LAYOUT = [
                          "decoder_sparse_step": 1, "tie_word_embeddings": False}),
     Case(SGLANG, {}, hf={"model_type": "qwen3", "tie_word_embeddings": True}),
     Case([], {}, hf={"model_type": "qwen3_moe", "tie_word_embeddings": True}),
-    Case([], {"model.hf": ["model, whose weights are quantised", "bf16", "convert_megatron_to_hf"]},
-         hf={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
     Case(["parallel.vpp=2"], {"parallel.pp": ["num_hidden_layers = 5"]},
          hf={"num_hidden_layers": 5}),
     Case([FIRST + "3"], {"parallel.first_layers": ["3 of num_hidden_layers = 2", "found -1 left"]},

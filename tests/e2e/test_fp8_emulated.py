@@ -8,6 +8,8 @@ import pytest
 
 from tests.conftest import make_tiny_model
 from tests.e2e.conftest import Inputs, Launch
+from tests.helpers.fp8_blocks import edit_config
+from tests.helpers.tools import tool
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -18,6 +20,32 @@ ONE_RANK = ["parallel={dp: 1, ep: 1}", "precision.dtype=bf16", "monitor.tensorbo
 def finished(started: Launch) -> list[dict[str, Any]]:
     assert started.wait(timeout_s=1800) == 0, started.text()
     return started.metrics()
+
+
+# --- servers with weights in FP8 ------------------------------------------------------------------
+
+
+def test_servers_that_are_sent_fp8_sample_what_servers_do_that_round_bf16(
+    launch: Start, inputs: Inputs, whole_blocks: Path, tmp_path: Path
+) -> None:
+    """Codes of the trainer's weights are made there or here: all numbers of a run are the same."""
+    folder = tmp_path / "in_fp8"
+    tool("quantize_hf_fp8").quantize(whole_blocks, folder, "f32")
+    edit_config(folder, dtype="bfloat16")  # what is plain there, as the trainer has it
+
+    def metrics(name: str, *overrides: str) -> list[dict[str, Any]]:
+        settings = [f"model.hf={whole_blocks}", "model.load=null", "rollout.fp8=f32"]
+        settings += ["run.steps=2", "eval.every=1", "eval.max_new_tokens=2", *ONE_RANK]
+        return finished(launch(inputs.rl(tmp_path / name, *settings, *overrides)))
+
+    def numbers(step: dict[str, Any]) -> dict[str, Any]:
+        timed = ("perf/", "time", "sync/")
+        return {k: v for k, v in step.items() if not k.startswith(timed) and "_seconds" not in k}
+
+    rounded, sent = metrics("bf16"), metrics("fp8", f"rollout.model={folder}")
+    assert len(sent) == 3 and list(map(numbers, sent)) == list(map(numbers, rounded))
+    assert {step["sync/tensors"] for step in sent} == {77 + 55}  # of which 55 are scales
+    assert sent[0]["sync/bytes"] < 0.6 * rounded[0]["sync/bytes"]
 
 
 # --- mismatch -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from megarl.sync.receiver import hf_parameters
+from megarl.models.live_weights import hf_parameters
 from megarl.types import Sample
 
 COMMON: dict[str, Any] = {

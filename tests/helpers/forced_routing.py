@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megarl.sync.receiver import hf_parameters
+from megarl.models.live_weights import hf_parameters
 from megarl.types import Sample
 from tests.helpers.families import _load, _logprobs, token_weights
 

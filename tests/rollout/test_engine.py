@@ -23,6 +23,8 @@ PROMPTS = [[5], [3, 9, 14, 2], [2 + i % 20 for i in range(32)], [2 + i % 17 for 
 class NoWeights:
     """A receiver to which nothing comes: what arrives is broken, what was announced is missing."""
 
+    digest_seconds = 0.0
+
     def join_group(self, **_: Any) -> None: ...
 
     def leave_group(self, name: str) -> None: ...

@@ -100,7 +100,7 @@ def test_pushed_weights_are_computed_with(model: Path, tmp_path: Path) -> None:
     served = SlotModel(model, num_slots=2, context_length=64, dtype="fp32", fixed_shape=True)
     assert difference(logprobs(served, True), before) < TOLERANCE
     assert difference(logprobs(served, False), before) < TOLERANCE
-    receiver = ModelReceiver(served.module)
+    receiver = ModelReceiver(served.weights)
     tensors = load_file(other / "model.safetensors")
     push(tensors, other / "model.safetensors", receiver)
     assert receiver.digests() == {name: digest(tensor) for name, tensor in tensors.items()}

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.errors import SyncError
+from megarl.models.live_weights import LiveWeights, hf_parameters
 from megarl.ops import digest
-from megarl.sync.receiver import ModelReceiver, hf_parameters
+from megarl.sync.receiver import ModelReceiver
 from megarl.sync.stream import specs_of
 from megarl.types import TensorSpec
 from tests.helpers.families import save_model
@@ -58,7 +59,7 @@ def test_names_shapes_and_values_are_those_of_the_files(
     assert live.keys() == files.keys()
     for name, tensor in files.items():
         assert torch.equal(live[name], tensor), name
-    digests = ModelReceiver(module).digests()
+    digests = ModelReceiver(LiveWeights(module)).digests()
     assert digests == {name: digest(tensor) for name, tensor in files.items()}
 
 
@@ -101,7 +102,7 @@ class Pair:
     """A receiver in a group with the sender."""
 
     def __init__(self, sent: Pushed, timeout_s: float = 20.0) -> None:
-        self.receiver = ModelReceiver(tiny(0), timeout_s=timeout_s)
+        self.receiver = ModelReceiver(LiveWeights(tiny(0)), timeout_s=timeout_s)
         self._sent = sent
         self.name = f"group{next(COUNTER)}"
         port = sent.sender.open(self.name)

@@ -50,7 +50,7 @@ def routing_of(folder: Path) -> RoutingShape | None:
 def embedded(folder: Path, dtype: str = "fp32") -> Iterator[Address]:
     """The embedded server, behind its HTTP face, in a thread of this process."""
     model = SlotModel(folder, num_slots=16, context_length=CONTEXT, dtype=dtype, fixed_shape=True)
-    engine = Engine(model, ModelReceiver(model.module))
+    engine = Engine(model, ModelReceiver(model.weights))
     engine.start()
     key = secrets.token_hex(8)
     listener = socket.create_server(("127.0.0.1", 0))
