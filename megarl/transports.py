@@ -11,6 +11,7 @@ from megarl.actor.residence import WEIGHTS
 from megarl.actor.setup import Parallel
 from megarl.config.schema import Config
 from megarl.models.served import served_form
+from megarl.sync.delta import Base
 from megarl.sync.links import SHARED, Links
 from megarl.sync.push import PushTransport
 from megarl.sync.turns import Turns
@@ -31,6 +32,7 @@ def build_transport(config: Config, parallel: Parallel, actor: MegatronActor) ->
         timeout_s=sync.timeout_s,
         pause_mode=config.rollout.pause_mode,
         at_hand=partial(actor.resident, WEIGHTS),
+        base=Base() if sync.delta else None,
         form=served_form(config, actor.spec).groups,
         device=parallel.device if backend == "nccl" else torch.device("cpu"),
     )

@@ -198,6 +198,10 @@ class SyncSection(Section):
     would round them so themselves, and the codes with them, as SGLang with DeepGEMM on Blackwell
     GPUs does.
     """
+    delta: bool = False
+    """Send what changed of weights that all servers hold, instead of the weights. Senders keep a
+    copy in host memory of what they sent last; so does every SGLang server. docs/weight-delta.md.
+    """
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host

@@ -78,6 +78,7 @@ def _unfit_in_place(info: Mapping[str, Any]) -> str:
 
 
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
+    "held": (Call("/weights_checker", lambda p: {"action": "held", "selector": "target"}),),
     "begin": (
         Call("/server_info", _nothing, method="GET", wanted=_in_place, wrong=_unfit_in_place),
         Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
@@ -160,7 +161,7 @@ class ServerControl:
         """
         calls = calls_of(op, self._features)
         reply = asyncio.run(self._run(op, calls, payload, timeout_s))
-        return {"digests": self._digests(reply)} if op == "digest" else reply
+        return {"digests": self._digests(reply)} if op in ("digest", "held") else reply
 
     def _digests(self, reply: Mapping[str, Any]) -> dict[str, str]:
         """The embedded server's own, or those of SGLang with our plugin: a record of every rank.

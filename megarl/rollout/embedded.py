@@ -62,6 +62,8 @@ class WeightReceiver(Protocol):
 
     def digests(self) -> dict[str, str]: ...
 
+    def held(self) -> dict[str, str]: ...
+
     @property
     def digest_seconds(self) -> float: ...
 
@@ -161,6 +163,10 @@ class Engine:
     def digests(self) -> Future[tuple[dict[str, str], float]]:
         """By name; and the seconds that all digests since the start have taken."""
         return self._call(lambda: (self.receiver.digests(), self.receiver.digest_seconds))
+
+    def held(self) -> Future[dict[str, str]]:
+        """Digests of the weights that changes can be made to."""
+        return self._call(self.receiver.held)
 
     def ping(self) -> Future[None]:
         """Done when the thread gets to it."""

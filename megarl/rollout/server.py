@@ -203,8 +203,11 @@ class _Api:
     async def weights_checker(self, request: web.Request) -> web.Response:
         body = await _json(request) if request.can_read_body else {}
         action = body.get("action", "checksum")
+        if action == "held":
+            held = await _wait(self._engine.held())
+            return web.json_response({"success": True, "message": "", "digests": held})
         if action not in ("checksum", "digest"):
-            raise BadRequest("action", action, "checksum or digest")
+            raise BadRequest("action", action, "checksum, digest or held")
         digests, seconds = await _wait(self._engine.digests())
         if action == "digest":
             told = {"digests": digests, "digest_seconds": seconds}

@@ -136,6 +136,13 @@ def decode(spec: TensorSpec, payload: Tensor, old: Tensor, held: str | None) -> 
     return old
 
 
+def whole(spec: TensorSpec, payload: Tensor) -> Tensor:
+    """The tensor whose bytes a payload is. Raises SyncError where it is a change of one."""
+    if spec.delta is not None:
+        raise SyncError(f"weights: {spec.name} came as a change, and is not held")
+    return payload.clone().view(dtype_of(spec.dtype)).view(spec.shape)
+
+
 # --- in messages ----------------------------------------------------------------------------------
 
 
@@ -169,13 +176,15 @@ def seal(
     return buffer[:size], outer
 
 
-def unseal(flat: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, Tensor]] | None:
-    """(spec, payload u8) of every tensor of an envelope; None where it is none. Raises SyncError
-    where it says what cannot be.
+def is_sealed(specs: Sequence[TensorSpec]) -> bool:
+    return [spec.name for spec in specs] == [PAYLOADS, HEADER]
+
+
+def unseal(flat: Tensor, specs: Sequence[TensorSpec]) -> list[tuple[TensorSpec, Tensor]]:
+    """(spec, payload u8) of every tensor of an envelope. Raises SyncError where it says what
+    cannot be.
     """
-    if [spec.name for spec in specs] != [PAYLOADS, HEADER]:
-        return None
-    (size,) = specs[0].shape
+    size = math.prod(specs[0].shape)
     inner = _inner(flat[size:].cpu().numpy().tobytes())
     sizes = [wire_spec(spec).shape[0] for spec in inner]
     if sum(sizes) != size:

@@ -9,12 +9,14 @@ wherever their bytes come from.
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights
+from megarl.sync.delta import decode, is_sealed, unseal, whole
 from megarl.sync.group import join_group, leave_group
 from megarl.sync.stream import dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
@@ -34,6 +36,10 @@ class ModelReceiver:
     def digests(self) -> dict[str, str]:
         """Of what the last update wrote, read back; before the first, of what there is."""
         return self.weights.digests()
+
+    def held(self) -> dict[str, str]:
+        """Digests of what changes can be made to."""
+        return self.weights.known()
 
     @property
     def digest_seconds(self) -> float:
@@ -80,10 +86,12 @@ class ModelReceiver:
 
         `flattened`: one broadcast of the whole bucket's bytes; otherwise one of every tensor.
         """
-        self.weights.check(specs)
         if flattened:
+            if not is_sealed(specs):
+                self.weights.check(specs)
             self.take(specs, self.fetch(specs, group=group))
             return
+        self.weights.check(specs)
         _, backend, _ = self._group(group)
         device = self._device(backend)
         tensors = [torch.empty(s.shape, dtype=dtype_of(s.dtype), device=device) for s in specs]
@@ -108,12 +116,23 @@ class ModelReceiver:
         return flat
 
     def take(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> None:
-        """Writes a flat bucket, u8 [bytes], which may change afterwards. Raises SyncError for one
-        that does not fit; then nothing is written.
+        """Writes a flat bucket, u8 [bytes], which may change afterwards, or what changed, if it is
+        one of changes. Raises SyncError for one that does not fit; then nothing is written.
         """
+        if is_sealed(specs):
+            self._change(unseal(flat, specs))
+            return
         self.weights.check(specs)
         for name, tensor in unflatten(flat, specs):
             self.weights.write(name, tensor)
+
+    def _change(self, pieces: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
+        self.weights.check([spec for spec, _ in pieces])
+        for spec, payload in pieces:
+            if spec.name in self.weights.held:
+                self.weights.change(spec.name, partial(decode, spec, payload))
+            else:  # of a layer that is not served
+                self.weights.write(spec.name, whole(spec, payload))
 
     def end(self) -> None:
         """Closes the update. Raises SyncError when a weight has not been received."""

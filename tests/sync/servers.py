@@ -111,7 +111,7 @@ def several(
             processes[-1].start()
         servers = []
         for k, process in enumerate(processes):
-            url = _ready(folder / f"server_{k}.json", folder / f"server_{k}.log")
+            url = _ready(folder / f"server_{k}.json", folder / f"server_{k}.log", process)
             assert process.pid is not None
             servers.append(Server(f"server {k}", url, key.read_text(), process.pid, process))
         yield servers
@@ -131,10 +131,10 @@ def _serve(log: Path, model: Path, **options: Any) -> None:
     main(model, **options)
 
 
-def _ready(file: Path, log: Path) -> str:
+def _ready(file: Path, log: Path, process: Any) -> str:
     deadline = time.monotonic() + 60
     while not file.exists():
-        assert time.monotonic() < deadline, log.read_text()
+        assert time.monotonic() < deadline and process.is_alive(), log.read_text()
         time.sleep(0.02)
     url: str = json.loads(file.read_text())["url"]
     return url

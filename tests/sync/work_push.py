@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import MegarlError
+from megarl.sync.delta import Base
 from megarl.sync.links import Links
 from megarl.sync.push import PushTransport
 from megarl.sync.turns import Turns
@@ -87,6 +88,7 @@ def file_transport(
     pause_mode: str = "retract",
     senders: int = 1,
     broken: bool = False,
+    delta: bool = False,
 ) -> PushTransport:
     """Of all ranks of the pool's present task; ``source.file`` is to be set. ``senders`` of every
     stage; ``shared``: all servers are in one group, as over NCCL.
@@ -111,4 +113,5 @@ def file_transport(
         max_bytes=max_bytes,
         timeout_s=deadline_s,
         pause_mode=pause_mode,
+        base=Base() if delta else None,
     )
