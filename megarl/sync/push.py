@@ -118,7 +118,7 @@ class PushTransport:
         self, version: int, sinks: Sequence[WeightSink], outcome: Outcome, start: float
     ) -> SyncReceipt | None:
         """One pass over all steps; ``outcome`` is the same on every rank after each."""
-        held = self._held(sinks)
+        held = self._held(sinks, outcome)
         stalled = time.monotonic()
         self._control(sinks, outcome, "begin", {"mode": self.pause_mode})
         sent, confirm_s = self._deliver(version, sinks, outcome, held)
@@ -202,17 +202,22 @@ class PushTransport:
         self._share(outcome, sent.outcome, sent.error, "sending the weights")
         return sent
 
-    def _held(self, sinks: Sequence[WeightSink]) -> Mapping[str, str]:
-        """Digests of what all of them hold alike. One that does not answer holds nothing."""
+    def _held(self, sinks: Sequence[WeightSink], outcome: Outcome) -> Mapping[str, str]:
+        """Digests of what all hold alike. One that does not say takes no changes, or is gone."""
         if self.base is None:
             return {}
-        told: Mapping[str, str] = {}
+        found, told = Outcome(), []
         if self.rank == 0:
             replies = [ask(sink, "held", {}, self.timeout_s) for sink in sinks]
             wait(replies)
-            told = held_by_all([{} if failed(r) else r.result()["digests"] for r in replies])
-        found: dict[str, str] = broadcast_json(told, 0, self.host)
-        return found
+            for sink, reply in zip(sinks, replies, strict=True):
+                if failed(reply):
+                    found.lost[sink.name] = f"{reply.exception()} (needed by sync.delta)"
+                else:
+                    told.append(reply.result()["digests"])
+        self._share(outcome, found, None, "asking what servers hold")
+        held: dict[str, str] = broadcast_json(held_by_all(told), 0, self.host)
+        return held
 
     def _encoding(self, held: Mapping[str, str]) -> Encode:
         return pieces if self.base is None else partial(changes, base=self.base, held=held)

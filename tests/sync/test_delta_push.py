@@ -152,6 +152,23 @@ def test_a_base_that_is_not_what_the_server_says_is_refused_and_the_server_lost(
     assert (state["paused"], state["weight_version"]) == ("retract", "0")
 
 
+def unknown(status: int, reply: Any) -> tuple[int, Any]:
+    return 400, {"error": {"message": "unknown action: held"}}
+
+
+def test_a_server_that_takes_no_changes_is_lost_before_it_is_paused(trainer: Trainer) -> None:
+    server = trainer.servers[0]
+    with proxied(replace(server), "/weights_checker", unknown) as proxy:
+        direct, server.url = server.url, proxy.url
+        [push] = trainer.push((1, [0, 1]))
+        server.url = direct
+    assert list(push.lost) == [server.name]
+    assert "unknown action" in push.lost[server.name] and "sync.delta" in push.lost[server.name]
+    assert http(server.url, server.key, "/server_info")[1]["paused"] is None
+    trainer.serves(server, 0)
+    trainer.serves(trainer.servers[1], 1)
+
+
 def test_one_that_dies_costs_the_others_nothing(trainer: Trainer) -> None:
     victim, other = trainer.servers
     blow = Blow("receive", 3, victim.pid)
