@@ -295,6 +295,7 @@ def _check_model(config: "Config") -> None:
     otherwise, parameters to freeze that the model does not have, and in what ``rollout.model`` is
     another one.
     """
+    from megarl.config.files import read_hf_config
     from megarl.errors import ConfigError, DataError
     from megarl.models.frozen import frozen_parameters
     from megarl.models.served import served_form
@@ -305,7 +306,7 @@ def _check_model(config: "Config") -> None:
     try:
         spec = model_spec(config.model)
         frozen_parameters(config.train.frozen, spec)
-        if config.rollout.model is not None:
+        if config.rollout.model is not None and read_hf_config(config.rollout.model) is not None:
             key = "rollout.model"
             served_form(config, spec)
         if config.critic.hf is not None:

@@ -146,6 +146,28 @@ def test_check_prints_every_problem_without_a_traceback(megarl: Megarl, config_f
     assert code == 0
 
 
+def test_check_says_in_what_the_servers_model_is_another_one(
+    megarl: Megarl, config_file: Path, tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / "model.safetensors").write_text("x")
+    check = ("config", "check", config_file, f"rollout.model={served}")
+    (served / "config.json").write_text(json.dumps({**MODEL, "torch_dtype": "bfloat16"}))
+    assert megarl(*check)[0] == 0
+    other = {**MODEL, "rope_theta": 5e5, "num_experts_per_tok": 4}
+    (served / "config.json").write_text(json.dumps(other))
+    code, _, err = megarl(*check)
+    assert code == 2 and "2 problems" in err
+    for words in ("rollout.model: rope_theta: found 500000.0", "rollout.model: topk: found 4"):
+        assert words in err
+    (served / "config.json").write_text(json.dumps({**MODEL, "norm_topk_prob": "maybe"}))
+    code, _, err = megarl(*check)
+    assert code == 2 and "megarl: rollout.model: " in err and "norm_topk_prob" in err
+    gone = f"rollout.model={tmp_path}/gone"
+    assert megarl("config", "check", "--no-paths", config_file, gone)[0] == 0
+
+
 def test_check_compares_with_the_ranks_there_will_be(megarl: Megarl, config_file: Path) -> None:
     assert megarl("config", "check", "--world-size", 4, config_file)[0] == 0
     code, _, err = megarl("config", "check", "--world-size", 8, config_file)

@@ -14,7 +14,7 @@ from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights, hf_parameters
 from megarl.ops import digest
 from megarl.sync.receiver import ModelReceiver
-from megarl.sync.stream import specs_of
+from megarl.sync.stream import flatten, specs_of
 from megarl.types import TensorSpec
 from tests.helpers.families import save_model
 from tests.sync.bucketing import bucketize
@@ -135,6 +135,40 @@ def test_a_push_arrives_bitwise_in_buckets_of_any_size(
     pair.receiver.end()
     expected = {name: digest(tensor) for name, tensor in sent.tensors.items()}
     assert pair.receiver.digests() == expected
+
+
+def test_buckets_may_be_fetched_before_others_are_taken(pair: Pair, sent: Pushed) -> None:
+    """Into memory of their own, of which more may be there than they need."""
+    pair.receiver.begin()
+    fetched = []
+    for bucket in bucketize(sent.tensors.items(), 10_000):
+        sent.sender.send([name for name, _ in bucket], flattened=True)
+        specs, room = specs_of(bucket), torch.empty(20_000, dtype=torch.uint8)
+        flat = pair.receiver.fetch(specs, group=pair.name, into=room)
+        assert flat.data_ptr() == room.data_ptr()
+        fetched.append((specs, flat))
+    assert len(fetched) > 2 and pair.receiver.digests() == {}
+    for specs, flat in reversed(fetched):
+        pair.receiver.take(specs, flat)
+        flat.zero_()  # it has been copied
+    pair.receiver.end()
+    assert pair.receiver.digests() == {n: digest(t) for n, t in sent.tensors.items()}
+    for name, tensor in sent.tensors.items():
+        assert torch.equal(pair.receiver.weights.held[name], tensor), name
+
+
+def test_a_bucket_that_does_not_fit_is_not_taken_at_all(pair: Pair, sent: Pushed) -> None:
+    held = pair.receiver.weights.held
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    pair.receiver.begin()
+    good = next(iter(sent.tensors.items()))
+    for bucket in ([good, ("model.x", torch.ones(2))], [good, (DOWN, torch.ones(12, 16))]):
+        with pytest.raises(SyncError):
+            pair.receiver.take(specs_of(bucket), flatten(bucket))
+    with pytest.raises(SyncError, match="1 tensors has"):
+        pair.receiver.take(specs_of([good]), flatten([good])[:-4])
+    assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+    assert pair.receiver.digests() == {}
 
 
 def test_what_was_not_received_is_named(pair: Pair, sent: Pushed) -> None:
