@@ -51,8 +51,8 @@ class WeightSink(Protocol):
         ...
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """``op``: held, begin, join_group, leave_group, receive, load_path, digest, snapshot,
-        compare, commit, alive.
+        """``op``: held, begin, join_group, leave_group, receive, receive_shared, receive_tensors,
+        load_path, digest, snapshot, compare, commit, alive, release, resume_memory.
 
         Raises ServerError when the server refuses, does not answer in time or answers
         success=false.
@@ -65,6 +65,12 @@ class Transport(Protocol):
         """Whole weights to these servers. Collective; every rank names the same ones in the same
         order. A server that fails, or does not answer in time, is left out and told of; the others
         get everything. Raises SyncError where the trainer's own part fails.
+        """
+        ...
+
+    def stored(self, version: int) -> bool:
+        """Whether a push of this version reads no weights of the source: what was sent of it lies
+        where servers can load it. The same on all ranks.
         """
         ...
 

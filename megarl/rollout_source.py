@@ -56,7 +56,7 @@ class RolloutSource:
         self.evaluations = Evaluations(config, parallel.rank, parallel.host, self._prompts)
         self.answers = {p.id: str(p.payload.get("answer", "")) for p in self.stream.items}
         self.fleet = self._start_fleet()
-        self.transport = build_transport(config, parallel, run.actor)
+        self.transport = build_transport(config, run.rundir, parallel, run.actor)
         self.servers = Servers(
             self.transport,
             parallel.host,
@@ -64,6 +64,7 @@ class RolloutSource:
             fleet=self.fleet,
             collector=self.collector,
             start_timeout_s=config.rollout.start_timeout_s,
+            control_timeout_s=config.sync.timeout_s,
             routed=bool(config.rollout.router_command),
             router=self.fleet.router if self.fleet is not None else None,
         )
@@ -96,6 +97,8 @@ class RolloutSource:
             log.info("after step %d responses may have %d tokens", step, longer)
         self.collection.max_new_tokens = longer
         self.collection.ask_ahead(step)
+        if self.config.rollout.release_memory:
+            self.servers.release()
         if self.config.monitor.record_rollouts:
             self._record(taken.samples, step)
         return taken.samples, [*taken.metrics, Metric("rollout/max_new_tokens", Max(limit))]
@@ -239,6 +242,7 @@ class RolloutSource:
             ranks=member.ranks,
             boot=member.boot,
             version=member.version,
+            released=(member.name, member.boot) in self.servers.released,
         )
 
     def _probe_routing(self) -> None:

@@ -14,6 +14,7 @@
     books.jsonl               every group of samples, from its issue to its end
     rollouts/step_N.npz       all samples, for train_only runs
     nonfinite/                step_N_rank_R.npz: rows that gave a NaN or an infinity
+    weights/version_N/        the last two that servers load (sync.transport=disk)
     checkpoints/step_N/
     attempts/N/               what a start has left that failed before its first checkpoint
     server_K.json             where a server that runs is: url, pid, host, boot, ranks, version
@@ -103,6 +104,10 @@ class RunDir:
     @property
     def nonfinite(self) -> Path:
         return self.root / "nonfinite"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
 
     @property
     def checkpoints(self) -> Path:

@@ -4,18 +4,20 @@ Rank 0 watches over the fleet; the others learn of it here, at points that all r
 
 1. A server serves, and collectors hear of it, only with the weights of the version pushed last. One
    that has come, or come back (another ``boot``), gets them first, by a push of its own; or waits
-   for the next one, where the trainer has these weights no more. Collectors hear of the version,
-   too: should another process answer at a server's address before anybody here knows, it is found
-   by its older one.
+   for the next one, where the trainer has these weights no more and they are not stored. Collectors
+   hear of the version, too: should another process answer at a server's address before anybody here
+   knows, it is found by its older one.
 2. A server that a push lost, or that the fleet does not name any more, is withdrawn from the
    collectors. One lost to a push is given up: that process is never pushed to again.
-3. While weights arrive nobody probes: servers pause.
+3. While weights arrive nobody probes: servers pause. Nor while they have given their memory back
+   (``release``), until a push after which they have all of it again.
 """
 
 import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Protocol
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from megarl.errors import ServerError
 from megarl.hostcomm import agree, broadcast_json, gather_json
 from megarl.protocols import Collector, Fleet, Transport, WeightSink
+from megarl.sync.asking import ask, refusals
 from megarl.types import Max, Member, Metric, Push, StepMetrics
 
 log = logging.getLogger(__name__)
@@ -54,17 +57,18 @@ class Servers:
         fleet: Fleet | None,
         collector: Collector | None,
         start_timeout_s: float,
+        control_timeout_s: float = 120.0,
         routed: bool = False,
         router: Router | None = None,
     ) -> None:
         """``fleet`` on rank 0 alone; ``collector`` on the ranks that collect. ``start_timeout_s``:
-        how long ``require`` waits. ``routed``: collectors ask the servers through a router, which
-        is on rank 0.
+        how long ``require`` waits; ``control_timeout_s``: a server for ``release``. ``routed``:
+        collectors ask the servers through a router, which is on rank 0.
         """
         self._routed, self._router = routed, router
         self._transport, self._group, self._sink = transport, group, sink
         self._fleet, self._collector = fleet, collector
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._control_timeout_s = start_timeout_s, control_timeout_s
         self._version: int | None = None
         self._members: list[Member] = []  # as rank 0 last told them
         self._serving: tuple[Member, ...] = ()
@@ -72,6 +76,8 @@ class Servers:
         self._told: tuple[tuple[Member, ...], int | None] = ((), None)  # what collectors know
         self._given_up: set[tuple[str, str]] = set()  # (name, boot)
         self._gone: dict[str, str] = {}  # why it does not serve, by name
+        self.released: frozenset[tuple[str, str]] = frozenset()  # (name, boot), as all ranks know
+        self._asleep = contextlib.ExitStack()  # a hold, while some are released
 
     @property
     def serving(self) -> tuple[Member, ...]:
@@ -82,9 +88,12 @@ class Servers:
         """New weights to all servers there are. Metrics on rank 0."""
         self._look({})
         self._version = version
+        self._resume()
         members = self._usable()
         push = self._send(members)
+        self.released = frozenset()
         self._serve([m for m in members if m.name not in push.lost])
+        self._asleep.close()
         if dist.get_rank() != 0:
             return []
         metrics = [
@@ -106,8 +115,8 @@ class Servers:
     def refresh(self, suspects: Mapping[Member, str], *, newcomers: bool = True) -> bool:
         """Follows the fleet; ``suspects``: what this rank's collector says failed it. True if
         others serve now than before. As long as nothing changes, this is one small all-reduce.
-        ``newcomers`` False: who has come gets nothing before the next push, since the trainer has
-        other weights by now than those of the version pushed last.
+        ``newcomers`` False: the trainer has other weights by now than those of the version pushed
+        last; unless these are stored, who has come gets nothing before the next push.
         """
         if not self._look(suspects):
             return False
@@ -116,6 +125,7 @@ class Servers:
         if self._version is not None:
             still = [m for m in before if m in usable]
             self._serve(still)  # requests to those that are gone wait no longer than they have
+            newcomers = newcomers or self._transport.stored(self._version)
             come = [m for m in usable if m not in before] if newcomers else []
             if come:
                 push = self._send(come)
@@ -139,6 +149,15 @@ class Servers:
                 log.warning("no rollout server serves; waiting for one%s", self._missing())
                 tell_at = time.monotonic() + _TELL_EVERY_S
             time.sleep(_POLL_S)
+
+    def release(self) -> None:
+        """Servers give the memory of their weights and cache back until the next push. None of them
+        is sampling, or asked for anything, until then. Collective.
+        """
+        self._asleep.enter_context(self._held())
+        lost = self._ask_all(self._serving, "release")
+        self._serve([m for m in self._serving if m.name not in lost])
+        self.released = frozenset((m.name, m.boot) for m in self._serving)
 
     # ---- what rank 0 knows, on every rank ------------------------------------------------------
 
@@ -202,6 +221,28 @@ class Servers:
                 kept = [m for m in members if m.name not in push.lost]
                 self._fleet.pushed(kept, self._version)
         return push
+
+    def _resume(self) -> None:
+        """Memory for the weights that are about to come, to those that have released it."""
+        sleeping = [m for m in self._usable() if (m.name, m.boot) in self.released]
+        self._ask_all(sleeping, "resume_memory")
+
+    def _ask_all(self, members: Sequence[Member], op: str) -> set[str]:
+        """The names of those that failed at it; they are given up."""
+        if not members:
+            return set()
+        lost: dict[str, str] = {}
+        if dist.get_rank() == 0:
+            sinks = [self._sink(member) for member in members]
+            replies = [ask(sink, op, {}, self._control_timeout_s) for sink in sinks]
+            wait(replies)
+            lost = refusals(sinks, replies)
+        lost = broadcast_json(lost, 0, self._group)
+        for member in members:
+            if (why := lost.get(member.name)) is not None:
+                log.warning("%s: %s", member.name, why)
+                self._lose(member, why)
+        return set(lost)
 
     def _lose(self, member: Member, why: str) -> None:
         """Inside the hold of the push: paused, with half of the weights, it is never told to go on

@@ -1,5 +1,7 @@
 """How a run's weights get to its servers: the settings' transport, built of its parts."""
 
+import uuid
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,20 +12,33 @@ from megarl.actor.actor import MegatronActor
 from megarl.actor.residence import WEIGHTS
 from megarl.actor.setup import Parallel
 from megarl.config.schema import Config
+from megarl.errors import ConfigError, Problem
+from megarl.hostcomm import agree, broadcast_json, gather_and_share
 from megarl.models.served import served_form
+from megarl.rundir import RunDir
+from megarl.sync.carrier import Carrier
+from megarl.sync.colocated import Colocated, Handover
 from megarl.sync.delta import Base
+from megarl.sync.disk import Disk
 from megarl.sync.links import SHARED, Links
 from megarl.sync.push import PushTransport
+from megarl.sync.shared_memory import SharedMemory, machine
+from megarl.sync.tensor_handles import TensorHandles
 from megarl.sync.turns import Turns
+from megarl.sync.version_folders import Publisher
+
+_CPU = torch.device("cpu")
 
 
-def build_transport(config: Config, parallel: Parallel, actor: MegatronActor) -> PushTransport:
-    """Not collective; every rank builds it."""
+def build_transport(
+    config: Config, rundir: RunDir, parallel: Parallel, actor: MegatronActor
+) -> PushTransport:
+    """Collective."""
     sync, mesh = config.sync, parallel.mesh
-    backend = _backend(config)
+    carrier, device = _CARRIERS[sync.transport](config, rundir, parallel)
     return PushTransport(
         source=actor.weights(sync.senders),
-        carrier=_links(config, parallel, backend),
+        carrier=carrier,
         rank=parallel.rank,
         stage=parallel.at.pp,
         senders=[mesh.senders(stage, sync.senders) for stage in range(mesh.pp)],
@@ -34,15 +49,19 @@ def build_transport(config: Config, parallel: Parallel, actor: MegatronActor) ->
         at_hand=partial(actor.resident, WEIGHTS),
         base=Base() if sync.delta else None,
         form=served_form(config, actor.spec).groups,
-        device=parallel.device if backend == "nccl" else torch.device("cpu"),
+        device=device,
     )
 
 
-def _links(config: Config, parallel: Parallel, backend: str) -> Links:
-    timeout_s = config.sync.timeout_s
+Built = tuple[Carrier, torch.device]  # and where buckets are sent from
+
+
+def _links(config: Config, rundir: RunDir, parallel: Parallel) -> Built:
+    timeout_s, backend = config.sync.timeout_s, _backend(config)
     store = PrefixStore("megarl-weights", c10d._get_default_store())
     turns = Turns(store, timeout_s * parallel.mesh.world_size) if SHARED[backend] else None
-    return Links(f"rank{parallel.rank}", backend, timeout_s, turns)
+    links = Links(f"rank{parallel.rank}", backend, timeout_s, turns)
+    return links, parallel.device if backend == "nccl" else _CPU
 
 
 def _backend(config: Config) -> str:
@@ -51,3 +70,38 @@ def _backend(config: Config) -> str:
         return config.sync.backend
     elsewhere = config.rollout.urls or config.rollout.discover
     return "nccl" if torch.cuda.is_available() and elsewhere else "gloo"
+
+
+def _colocated(config: Config, rundir: RunDir, parallel: Parallel) -> Built:
+    """Where servers are is theirs to find out (shared_memory.py, tensor_handles.py)."""
+    machines = len(set(gather_and_share(machine(), parallel.host)))
+    if machines > 1:
+        found = f"colocated with trainer ranks on {machines} machines"
+        accepted = "broadcast or disk; colocated where all ranks and servers are on one machine"
+        raise ConfigError([Problem("sync.transport", found, accepted)])
+    device = parallel.device if config.rollout.engine == "sglang" else _CPU
+    handover: Handover = (
+        TensorHandles(device) if config.rollout.engine == "sglang" else SharedMemory()
+    )
+    return Colocated(handover, config.sync.timeout_s), device
+
+
+def _disk(config: Config, rundir: RunDir, parallel: Parallel) -> Built:
+    folder = (config.sync.folder or rundir.weights).absolute()
+    run = broadcast_json(uuid.uuid4().hex[:8], 0, parallel.host)
+    publisher, error = None, None
+    if parallel.rank == 0:
+        try:
+            publisher = Publisher(folder, config.server_hf)
+        except Exception as e:
+            error = e
+    agree(error, parallel.host, "opening sync.folder")
+    about = {"run": run, "label": f"rank{parallel.rank}", "timeout_s": config.sync.timeout_s}
+    return Disk(folder, **about, publisher=publisher), _CPU
+
+
+_CARRIERS: dict[str, Callable[[Config, RunDir, Parallel], Built]] = {
+    "broadcast": _links,
+    "colocated": _colocated,
+    "disk": _disk,
+}

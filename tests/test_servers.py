@@ -93,6 +93,21 @@ def test_who_comes_after_the_weights_have_moved_waits_for_the_next_push(pool: Wo
             assert heard == [(both, 5), (one, 5), ([], 5), (members("a2"), 6)]
 
 
+def test_who_comes_after_the_weights_have_moved_gets_those_that_are_stored(
+    pool: WorkerPool,
+) -> None:
+    moved = "refresh, trained"
+    acts = [("keeping",), ("members", "a1"), ("push", 5), ("members", "a1", "b1"), (moved,)]
+    ranks = played(pool, *acts, ("push", 6))
+    for rank, events in enumerate(ranks):
+        pushes = [e[1:] for _, happened in events for e in happened if e[0] == "push"]
+        assert pushes == [(5, ["a"]), (5, ["b"]), (6, ["a", "b"])]
+        if rank in COLLECTING:
+            heard = [said for act in range(len(events)) for said in told(events, act)]
+            both = members("a1", "b1")
+            assert heard == [(members("a1"), 5), (both, 5), (both, 6)]
+
+
 def test_a_server_lost_to_a_push_is_given_up_and_withdrawn_until_it_has_been_restarted(
     pool: WorkerPool,
 ) -> None:

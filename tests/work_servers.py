@@ -3,6 +3,8 @@ fleet and collectors that write down what happens to them.
 """
 
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +34,11 @@ class ToldFleet:
     now: list[Member] = field(default_factory=list)
     why_none: str | None = None
     broken: bool = False
-    held: bool = False
+    holds: int = 0
+
+    @property
+    def held(self) -> bool:
+        return self.holds > 0
 
     def members(self) -> list[Member]:
         if self.broken:
@@ -52,9 +58,9 @@ class ToldFleet:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        self.held = True
+        self.holds += 1
         yield
-        self.held = False
+        self.holds -= 1
 
     def trouble(self) -> str | None:
         return self.why_none
@@ -69,13 +75,19 @@ class WritingTransport:
     log: Log
     fleet: ToldFleet
     losing: dict[str, str] = field(default_factory=dict)
+    keeping: bool = False  # what it pushed last
+    pushed: int = -1
 
     def push(self, version: int, sinks: Sequence[Any]) -> Push:
         assert self.fleet.held or dist.get_rank() != 0
         self.log.append(("push", version, [sink.name for sink in sinks]))
+        self.pushed = version
         lost = {sink.name: self.losing[sink.name] for sink in sinks if sink.name in self.losing}
         left = dist.get_rank() == 0 and len(lost) < len(sinks)
         return Push(SyncReceipt(version, 3, 12, 0.5, "d", 2, 0.25, 0.125) if left else None, lost)
+
+    def stored(self, version: int) -> bool:
+        return self.keeping and version == self.pushed
 
     def close(self) -> None: ...
 
@@ -146,6 +158,9 @@ def acts(rank: int, acts: Sequence[tuple[Any, ...]], routed: bool = False) -> li
             continue
         if act == "losing":
             stage.transport.losing = rest[0]
+            continue
+        if act == "keeping":
+            stage.transport.keeping = True
             continue
         if act == "push":
             returned: Any = [(m.name, m.value) for m in stage.servers.push(rest[0])]
@@ -218,3 +233,53 @@ def restarts(rank: int, file: Path, servers: Sequence[Mapping[str, Any]], versio
     values = {m.name: m.value.value for m in known.push(version + 1) if isinstance(m.value, Max)}
     transport.close()
     return collector.told, values
+
+
+def sleeps(
+    rank: int,
+    files: Sequence[Path],
+    servers: Sequence[Mapping[str, Any]],
+    killed: int | None = None,
+    **how: Any,
+) -> Any:
+    """Servers get version 1, give their memory back, one is ``killed``, and those that are left get
+    version 2. (What each says of itself before, while asleep and afterwards; who serves in the end;
+    who was given up.)
+    """
+    members = [Member(s["name"], s["url"], s["boot"]) for s in servers]
+    key, fleet = servers[0]["key"], ToldFleet([], members)
+    watched = [Watched(m.url, key, m.name, m.boot, None) for m in members]
+    transport = file_transport(rank, stages=1, **how)
+
+    def sink(member: Member) -> ServerControl:
+        released = (member.name, member.boot) in known.released
+        about = {"boot": member.boot, "released": released}
+        return ServerControl(member.url, key, member.name, **about)
+
+    known = Servers(
+        transport,
+        dist.group.WORLD,
+        sink=sink,
+        fleet=fleet if rank == 0 else None,
+        collector=None,
+        start_timeout_s=30.0,
+        control_timeout_s=10.0,
+    )
+    told: list[Any] = []
+
+    for version, file in enumerate(files, start=1):
+        transport.source.file = file  # type: ignore[attr-defined]
+        known.push(version)
+        told.append([server.state() for server in watched])
+        if version < len(files):
+            known.release()
+            told.append([server.state() for server in watched])
+            if rank == 0:
+                assert fleet.held  # nobody is probed
+                if killed is not None:
+                    os.kill(killed, signal.SIGKILL)
+            dist.barrier()
+    transport.close()
+    assert not fleet.held and known.released == frozenset()
+    given_up = [event[1].name for event in fleet.log if event[0] == "give up"]
+    return told, [m.name for m in known.serving], given_up

@@ -44,8 +44,7 @@ def read_hf_config(folder: Path) -> dict[str, Any] | None:
 
 
 def _run_dir(path: Path, resume: bool) -> Iterator[Problem]:
-    above = next(p for p in (path, *path.absolute().parents) if p.exists())
-    if not above.is_dir():
+    if not (above := _above(path)).is_dir():
         yield Problem(
             "run.dir", f"{path}, where {above} is a file", "a folder, or a path for a new one"
         )
@@ -55,6 +54,11 @@ def _run_dir(path: Path, resume: bool) -> Iterator[Problem]:
         yield Problem("run.dir", f"{path}, which already holds a run", accepted)
     if resume and not holds:
         yield Problem("run.resume", f"true, but {path} holds no run", "false for a new run")
+
+
+def _above(path: Path) -> Path:
+    """The path, or the last one above it that is there."""
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 def _hf_folder(config: Config) -> Iterator[Problem]:
@@ -127,7 +131,10 @@ def _checkpoint(key: str, path: Path | None, *parts: str) -> Iterator[Problem]:
 
 
 def _server_files(config: Config) -> Iterator[Problem]:
-    rollout = config.rollout
+    rollout, folder = config.rollout, config.sync.folder
+    if folder is not None and not (above := _above(folder)).is_dir():
+        accepted = "a folder that servers share, or a path for a new one"
+        yield Problem("sync.folder", f"{folder}, where {above} is a file", accepted)
     if rollout.key_file is not None and not rollout.key_file.is_file():
         yield Problem(
             "rollout.key_file", f"{rollout.key_file}, which is no file", "a file with the key"

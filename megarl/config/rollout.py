@@ -107,6 +107,12 @@ class RolloutSection(Section):
     their keys and values anew; in_place: keep keys and values of the old weights; abort: give back
     what there is, for ``partial`` to decide.
     """
+    release_memory: bool = False
+    """Servers give the memory of weights and of keys and values back as long as the trainer trains,
+    which then has the GPUs that both share to itself; for rollout.schedule=synchronous. Keys and
+    values get theirs back at the end of a push, when the trainer still holds its weights. Managed
+    SGLang servers are started with --enable-memory-saver, others have to be.
+    """
     deterministic: bool = False
     """Refuse whatever would let a run depend on what ends first: then it repeats bit for bit."""
     max_attempts: Positive = 5

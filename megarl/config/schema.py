@@ -190,6 +190,15 @@ class DataSection(Section):
 
 
 class SyncSection(Section):
+    transport: Literal["broadcast", "colocated", "disk"] = "broadcast"
+    """How weights get to servers. broadcast: process groups. colocated: trainer and servers are on
+    one machine, and servers read the trainer's memory. disk: Hugging Face folders in ``folder``,
+    for servers that share nothing but a file system; whoever comes later loads the last one.
+    """
+    folder: Path | None = None
+    """disk: where the last two versions lie, one folder each; every server finds it under the same
+    path. null: weights/ in the run directory.
+    """
     senders: Annotated[int, Field(ge=1, le=4)] = 1
     """Ranks of every pipeline stage that send to servers, each a part of its layers."""
     fp8: Literal["auto", "f32", "power_of_two"] = "auto"
@@ -203,11 +212,12 @@ class SyncSection(Section):
     servers. Senders keep a copy in host memory of what they sent last. docs/weight-delta.md.
     """
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
+    """Of a bucket; every sender has memory for two. disk: of a file."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host
     memory."""
     timeout_s: Seconds = 120.0
-    """Deadline of every control call and of every bucket."""
+    """Deadline of every control call and of every bucket. disk: of the whole of a load."""
 
 
 class TrainSection(Section):

@@ -102,6 +102,18 @@ RULES = (
         but=("rollout.temperature",),  # the trainer's log-probs are of the tempered distribution
     ),
     Rule(
+        lambda c, _: c.run.mode == "rl" and c.sync.transport != "disk",
+        ("sync.folder",),
+        "it is of sync.transport=disk",
+        "leave it out, or sync.transport=disk",
+    ),
+    Rule(
+        lambda c, _: c.run.mode == "rl" and c.sync.transport != "broadcast",
+        ("sync.backend",),
+        "it is of sync.transport=broadcast",
+        "leave it out, or sync.transport=broadcast",
+    ),
+    Rule(
         lambda c, _: c.run.mode == "rl" and bool(c.rollout.length_stages),
         ("rollout.max_new_tokens",),
         "rollout.length_stages has a max_new_tokens for every stage",

@@ -3,8 +3,9 @@
 Pure arithmetic and a look at the disk: no torch, no process group, no server. The parts:
 ``layout.py`` (model against parallel axes), ``lengths.py`` (responses and what holds them),
 ``files.py`` (paths), ``training.py`` (optimizer, schedules, memory), ``fp8_rules.py``,
-``rollout_rules.py`` (servers, schedules), ``sync_rules.py`` (their weights), ``hardware.py`` (GPUs
-and packages), ``unused.py`` (no effect), and here batches, modes and devices.
+``rollout_rules.py`` (servers, schedules), ``sync_rules.py`` (their weights), ``transport_rules.py``
+(the way of weights), ``hardware.py`` (GPUs and packages), ``unused.py`` (no effect), and here
+batches, modes and devices.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,6 +23,7 @@ from megarl.config.rollout_rules import rollout_problems
 from megarl.config.schema import Config, ParallelSection
 from megarl.config.sync_rules import sync_problems
 from megarl.config.training import training_problems
+from megarl.config.transport_rules import transport_problems
 from megarl.config.unused import unused_settings
 from megarl.errors import ConfigError, Problem
 from megarl.installed import Installed
@@ -68,6 +70,7 @@ def validate(
         *length_problems(config, hf_config),
         *rollout_problems(config, hf_config or {}),
         *sync_problems(config, hf_config, server_hf_config),
+        *transport_problems(config),
         *_devices(config, num_gpus),
         *(file_problems(config) if check_paths else ()),
         *(() if packages is None else hardware_problems(config, num_gpus, packages)),

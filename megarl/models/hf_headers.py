@@ -95,6 +95,15 @@ def read_headers(folder: Path) -> Headers:
     return found
 
 
+def read_file(path: Path) -> dict[str, Place]:
+    """The tensors of one file. Raises DataError with all its faults."""
+    found = Headers()
+    places = _read_file(path, found)
+    if places is None or found.faults:
+        raise fault_list(path, found.faults)
+    return places
+
+
 def weight_map(folder: Path) -> dict[str, str]:
     """{tensor: file}, in the order of the files; empty where the folder has no weights, damaged
     ones, or none that can be read: what only wants to know their names does not fail of that.

@@ -265,6 +265,14 @@ def _by_size(specs: Sequence[TensorSpec], most: int) -> dict[str, list[TensorSpe
     return {name.format(i, total): group for i, group in enumerate(groups, start=1)}
 
 
+def file_header(specs: Sequence[TensorSpec]) -> bytes:
+    """What a file begins with whose data are the bytes of these tensors, one after another. Raises
+    DataError for a dtype that files have not.
+    """
+    _check(specs)
+    return _shard("", specs).header
+
+
 def _shard(file: str, specs: Sequence[TensorSpec]) -> _Shard:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,11 +16,13 @@ from megarl.errors import ServerError
 from megarl.rollout.features import Features, features_of
 
 _RETRY_S = 0.1
+_KV_CACHE, _WEIGHTS = "kv_cache", "weights"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One request of an operation; `body` is made from the operation's payload.
+    """One request of an operation; `body` is made from the operation's payload. The reply is an
+    object of JSON, `or_null`, or, without `json_reply`, anything.
 
     `tries`: times that it is asked while the server refuses, a tenth of a second apart. `before`:
     what is called before it is asked again, and may be refused. `wanted`: whether it is made at all
@@ -31,6 +33,7 @@ class Call:
     path: str
     body: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     json_reply: bool = True
+    or_null: bool = False
     method: str = "POST"
     tries: int = 1
     before: "Call | None" = None
@@ -77,13 +80,28 @@ def _unfit_in_place(info: Mapping[str, Any]) -> str:
     return found and f"rollout.pause_mode=in_place: {found} (rollout.server_args); or use retract"
 
 
+def _in_session(payload: Mapping[str, Any]) -> bool:
+    """Whether weights come between the begin and the end of an update, as all do but a folder's."""
+    return bool(payload.get("session", True))
+
+
+def _keeps_memory(info: Mapping[str, Any]) -> str:
+    """SGLang says yes to a release all the same."""
+    if info.get("enable_memory_saver") is not False:
+        return ""
+    return (
+        "rollout.release_memory: it keeps its memory without --enable-memory-saver; start it so, "
+        "or leave rollout.release_memory out"
+    )
+
+
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
     "held": (Call("/weights_checker", lambda p: {"action": "held", "selector": "target"}),),
     "begin": (
         Call("/server_info", _nothing, method="GET", wanted=_in_place, wrong=_unfit_in_place),
         Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
         # An update that was left open half-way is closed first: SGLang refuses a second one.
-        Call("/begin_weight_update", _nothing, tries=2, before=_END),
+        Call("/begin_weight_update", _nothing, tries=2, before=_END, wanted=_in_session),
     ),
     "join_group": (Call("/init_weights_update_group", _given),),
     "leave_group": (Call("/destroy_weights_update_group", _given),),
@@ -93,10 +111,23 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
             lambda p: {"load_format": "flattened_bucket", "flush_cache": False, **p},
         ),
     ),
+    "receive_shared": (Call("/update_weights_from_shared_memory", _given),),  # embedded
+    "receive_tensors": (  # SGLang
+        Call(
+            "/update_weights_from_tensor",
+            lambda p: {"load_format": "flattened_bucket", "flush_cache": False, **p},
+        ),
+    ),
     "load_path": (Call("/update_weights_from_disk", _given),),
     "digest": (Call("/weights_checker", lambda p: {"action": "digest", "selector": "target"}),),
     "commit": (
-        _END,
+        replace(_END, wanted=_in_session),
+        Call(
+            "/resume_memory_occupation",
+            lambda p: {"tags": [_KV_CACHE]},
+            or_null=True,
+            wanted=lambda p: bool(p.get("released")),
+        ),
         # Requests that a pause has ended may leave the scheduler a moment later.
         Call("/flush_cache", _nothing, json_reply=False, tries=100, may_be_refused=_in_place),
         Call(
@@ -106,6 +137,21 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
         Call("/continue_generation", _nothing),
     ),
     "alive": (Call("/server_info", _nothing, method="GET"),),
+    # SGLang's scheduler ends where requests run, or where what is resumed was not released. Memory
+    # of keys and values comes last: until the weights are there others need the room.
+    "release": (
+        Call("/server_info", _nothing, method="GET", wrong=_keeps_memory),
+        Call("/pause_generation", lambda p: {"mode": "retract"}),
+        Call("/flush_cache", _nothing, json_reply=False, tries=100),
+        Call(
+            "/release_memory_occupation",
+            lambda p: {"tags": [_KV_CACHE, _WEIGHTS]},
+            or_null=True,
+        ),
+    ),
+    "resume_memory": (
+        Call("/resume_memory_occupation", lambda p: {"tags": [_WEIGHTS]}, or_null=True),
+    ),
 }
 
 
@@ -131,13 +177,16 @@ class ServerControl:
         ranks: int = 1,
         boot: str = "",
         version: str = "",
+        released: bool = False,
     ) -> None:
         """`ranks`: the server's tensor-parallel ranks, each a member of a weight group. `version`
         of its software, as `Member.version` has it; empty: as the newest that is supported.
+        `released`: its memory is (operation `release`), and `commit` is to resume the rest of it.
         """
         self.url, self.ranks, self.boot = url.rstrip("/"), ranks, boot
         self._features = features_of(version) if version else Features()
         self.name = name or self.url
+        self._released = released
         self._headers = {"Authorization": f"Bearer {key}"}
 
     @property
@@ -154,12 +203,14 @@ class ServerControl:
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs the operation's calls in order; returns the last JSON reply.
 
-        Payloads: `join_group`, `leave_group`, `receive`, `load_path` carry SGLang's own fields;
-        `begin` {"mode": pause mode}, `commit` that and {"version": int}; `digest`, `alive` nothing.
+        Payloads: `join_group`, `leave_group`, `receive`, `receive_shared`, `receive_tensors`,
+        `load_path` carry the endpoint's own fields; `begin` {"mode": pause mode, "session": bool},
+        `commit` that and {"version": int}; `digest`, `alive`, `release`, `resume_memory` nothing.
         Raises ServerError naming the server and the call that was refused, failed or did not end
         within `timeout_s` (of all calls together).
         """
         calls = calls_of(op, self._features)
+        payload = {**payload, "released": self._released} if op == "commit" else payload
         reply = asyncio.run(self._run(op, calls, payload, timeout_s))
         return {"digests": self._digests(reply)} if op in ("digest", "held") else reply
 
@@ -234,6 +285,8 @@ class ServerControl:
             reply = json.loads(text)
         except ValueError as error:
             raise ServerError(f"{self.name}: {call.path}: not JSON: {text[:200]!r}") from error
+        if reply is None and call.or_null:
+            return {}
         if not isinstance(reply, dict) or reply.get("success") is False:
             raise ServerError(f"{self.name}: {call.path}: refused: {_message(text)}")
         return reply

@@ -10,7 +10,9 @@ operation never sees half a step, and while an update receives weights no token 
    received every weight, or a load from disk, succeeds.
 3. The version is a label on sampled tokens. It moves in `set_version`, in a load from disk that
    names one, and in an `end_update` that names one; never by receiving alone.
-4. In fixed-shape mode a request's tokens and log-probs, with a seed, depend on nothing but the
+4. Memory that was given back (`release`) has to be taken again (`restore`) before anything needs
+   it: until then, and until weights have come whole, every request fails.
+5. In fixed-shape mode a request's tokens and log-probs, with a seed, depend on nothing but the
    request and the weights (see embedded_model.py and embedded_sampling.py for how).
 """
 
@@ -20,52 +22,23 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from megarl.errors import MegarlError, ServerError
+from megarl.models.published import reading
+from megarl.rollout.embedded_memory import KV_CACHE, MEMORY, WEIGHTS, Memory, Released
 from megarl.rollout.embedded_model import SlotModel
+from megarl.rollout.embedded_receiver import WeightReceiver
 from megarl.rollout.embedded_schedule import Sampled, Schedule, Ticket
 from megarl.rollout.embedded_step import Stepper
 from megarl.rollout.wire import BadRequest, Generated, GenerateRequest, Limits
-from megarl.types import TensorSpec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-
-
-class WeightReceiver(Protocol):
-    """How weights come in; each method raises a MegarlError when it fails."""
-
-    def join_group(
-        self,
-        *,
-        address: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        name: str,
-        backend: str,
-        timeout_s: float | None = None,
-    ) -> None: ...
-
-    def leave_group(self, name: str) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None: ...
-
-    def end(self) -> None: ...
-
-    def digests(self) -> dict[str, str]: ...
-
-    def held(self) -> dict[str, str]: ...
-
-    @property
-    def digest_seconds(self) -> float: ...
 
 
 class Refused(MegarlError):
@@ -84,6 +57,7 @@ class Engine:
         self.unusable: str | None = None
         self.paused: str | None = None  # the mode
         self.updating = False
+        self.memory = Memory()
         self.steps = 0
         self._schedule = Schedule(model.num_slots)
         self._stepper = Stepper(model, self._schedule)
@@ -146,8 +120,9 @@ class Engine:
     def begin_update(self) -> Future[None]:
         return self._call(self._begin_update)
 
-    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> Future[None]:
-        return self._call(lambda: self._receive(specs, group, flattened))
+    def update(self, step: Callable[[WeightReceiver], None]) -> Future[None]:
+        """A bucket of the update that is open."""
+        return self._call(lambda: self._update(step))
 
     def end_update(self, version: str | None = None) -> Future[None]:
         return self._call(lambda: self._end_update(version))
@@ -160,9 +135,19 @@ class Engine:
     def set_version(self, version: str, *, abort: bool) -> Future[None]:
         return self._call(lambda: self._set_version(version, abort))
 
+    def release(self, tags: frozenset[str]) -> Future[None]:
+        """Gives back the memory of ``embedded_memory.MEMORY`` that is named. Refused while requests
+        run.
+        """
+        return self._call(lambda: self._release(tags))
+
+    def restore(self, tags: frozenset[str]) -> Future[None]:
+        """Takes it again. Weights have to come anew then."""
+        return self._call(lambda: self.memory.restore(tags))
+
     def digests(self) -> Future[tuple[dict[str, str], float]]:
         """By name; and the seconds that all digests since the start have taken."""
-        return self._call(lambda: (self.receiver.digests(), self.receiver.digest_seconds))
+        return self._call(lambda: (self._digests(), self.receiver.digest_seconds))
 
     def held(self) -> Future[dict[str, str]]:
         """Digests of the weights that changes can be made to."""
@@ -178,6 +163,7 @@ class Engine:
             "paused": self.paused,
             "updating": self.updating,
             "unusable": self.unusable,
+            "released": sorted(self.memory.released),
             "running": len(self._schedule.running),
             "waiting": len(self._schedule.waiting),
             "steps": self.steps,
@@ -227,6 +213,7 @@ class Engine:
 
     def _may_step(self) -> bool:
         held = self.paused is not None or self.updating or self.unusable is not None
+        held |= bool(self.memory.released)
         return not held and bool(self._schedule.running or self._schedule.waiting)
 
     def _step(self) -> None:
@@ -244,6 +231,10 @@ class Engine:
     def _enqueue(self, requests: Sequence[GenerateRequest]) -> Ticket:
         if self.unusable is not None:
             raise Unusable(self.unusable)
+        try:
+            self.memory.require(*MEMORY)
+        except Released as error:
+            raise Unusable(str(error)) from error
         used = [r.rid for r in requests if r.rid in self._active]
         if used:
             raise BadRequest("rid", used[0], "an id that no running request has")
@@ -275,6 +266,7 @@ class Engine:
     def _resume(self) -> None:
         if self.updating:
             raise Refused("a weight update is open; end it first")
+        self.memory.require(*MEMORY)
         self.paused = None
 
     def _flush(self) -> None:
@@ -284,14 +276,15 @@ class Engine:
         self.model.cache.clear()
 
     def _begin_update(self) -> None:
+        self.memory.require(WEIGHTS)
         self.receiver.begin()
         self.updating = True
 
-    def _receive(self, specs: Sequence[TensorSpec], group: str, flattened: bool) -> None:
+    def _update(self, step: Callable[[WeightReceiver], None]) -> None:
         if not self.updating:
             raise Refused("no weight update is open; call /begin_weight_update first")
         try:
-            self.receiver.receive(specs, group=group, flattened=flattened)
+            step(self.receiver)
         except Exception as error:
             self._break(f"a weight update failed: {error}")
             raise
@@ -308,6 +301,9 @@ class Engine:
         self._take_weights()
         self.unusable = None
         self.version = version or self.version
+        self._forget_keys()
+
+    def _forget_keys(self) -> None:
         if self.paused != "in_place":  # who asked for that keeps keys of the old weights knowingly
             self._schedule.retract_all()
             self.model.cache.clear()
@@ -323,17 +319,18 @@ class Engine:
         count = len(self._schedule.running)
         if self.updating and self.unusable is None:
             raise Refused("a weight update is open; end it first")
-        source = self.model.open_folder(folder)  # if it is bad, nothing has happened
-        if abort:
-            self._abort(None, "aborted by a load of weights")
-        try:
-            self.model.load_folder(source)
-        except Exception as error:
-            self._break(f"a load of weights failed: {error}")
-            raise
+        self.memory.require(WEIGHTS)
+        with reading(folder):
+            source = self.model.open_folder(folder)  # if it is bad, nothing has happened
+            if abort:
+                self._abort(None, "aborted by a load of weights")
+            try:
+                self.model.load_folder(source)
+            except Exception as error:
+                self._break(f"a load of weights failed: {error}")
+                raise
         self._take_weights()
-        self._schedule.retract_all()
-        self.model.cache.clear()
+        self._forget_keys()
         self.updating, self.unusable = False, None
         self.version = version or self.version
         return count
@@ -344,6 +341,24 @@ class Engine:
         if abort:
             self._abort(None, "aborted by a change of version")
         self.version = version
+
+    def _digests(self) -> dict[str, str]:
+        self.memory.require(WEIGHTS)
+        return self.receiver.digests()
+
+    def _release(self, tags: frozenset[str]) -> None:
+        if self.updating:
+            raise Refused("a weight update is open; end it first")
+        if self._schedule.running or (self._schedule.waiting and self.paused is None):
+            raise Refused("requests need the memory; pause with mode retract first")
+        new = tags - self.memory.released
+        if KV_CACHE in new:
+            self.model.cache.drop()
+            self.memory.release(KV_CACHE)
+        if WEIGHTS in new:
+            self._break("its weights have been released, and have not come again")
+            self.memory.release(WEIGHTS, self.model.tensors())
+            self.model.weights.forget()
 
     def _break(self, reason: str) -> None:
         log.error("%s", reason)

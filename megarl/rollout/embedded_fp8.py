@@ -75,6 +75,12 @@ class Fp8Weights:
         for experts in self._experts:
             experts.refresh()
 
+    def tensors(self) -> Iterator[Tensor]:
+        for linear in self._linears.values():
+            yield linear.rounded_weight
+        for experts in self._experts:
+            yield from (experts.into, experts.out_of)
+
     def _forward(self, linear: Any, x: Tensor) -> Tensor:
         y = F.linear(self._rows(x), linear.rounded_weight).to(x.dtype)
         return y if linear.bias is None else y + linear.bias

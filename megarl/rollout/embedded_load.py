@@ -26,6 +26,7 @@ from megarl.models.hf_io import HfCheckpoint, open_checkpoint
 from megarl.models.live_folder import load_weights, open_weights
 from megarl.models.live_weights import LiveWeights
 from megarl.rollout.embedded_kernels import ROW_ATTENTION
+from megarl.rollout.embedded_memory import own_memory
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def load_model(
     if report.get("unexpected_keys"):
         log.warning("%s: not used: %s", folder, sorted(map(str, report["unexpected_keys"]))[:3])
     model = model.to(device).eval().requires_grad_(False)
+    own_memory(model)
     if in_fp8 is None:
         return model, LiveWeights(model)
     weights = LiveWeights(model, blocks=in_fp8.blocks, codes=in_fp8.codes)

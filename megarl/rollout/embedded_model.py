@@ -17,7 +17,7 @@
    form the weights are held and received in is the folder's own affair (``embedded_load.py``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,11 @@ class SlotCache(Cache):
             copied = store[torch.from_numpy(sources).to(store.device)]
             store[torch.from_numpy(targets).to(store.device)] = copied
 
+    def drop(self) -> None:
+        """Gives its memory back; what is written next takes it again, zeroed."""
+        self._keys.clear()
+        self._values.clear()
+
     @torch.inference_mode()
     def clear(self, slots: list[int] | None = None) -> None:
         """Zeroes slots (None: all), so that what an earlier sequence left cannot reach a later
@@ -156,6 +161,13 @@ class SlotModel:
         """To be called when the module's weights are no longer what they were."""
         if self._rounded is not None:
             self._rounded.refresh()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that weights take memory for."""
+        yield from self.module.state_dict(keep_vars=True).values()
+        yield from self.weights.held.values()
+        if self._rounded is not None:
+            yield from self._rounded.tensors()
 
     @property
     def _dense(self) -> bool:

@@ -156,6 +156,7 @@ class Starter:
         flags = [part for name, value in options.items() for part in (f"--{name}", str(value))]
         flags += ["--enable-dp-attention"] * (section.server_dp > 1)
         flags += ["--enable-return-routed-experts"] * self.routing
+        flags += ["--enable-memory-saver"] * section.release_memory
         if section.pause_mode == "in_place":  # control.py says why
             flags += ["--disable-overlap-schedule", "--disable-radix-cache"]
         return [*guard, *section.server_command, *flags, *section.server_args]

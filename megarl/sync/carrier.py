@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from torch import Tensor
+
 from megarl.protocols import WeightSink
 from megarl.sync.packing import Packed
 
@@ -30,7 +32,19 @@ class Outcome:
 class Carrier(Protocol):
     """One sender's way to servers; every trainer rank has one. Calls block, and end by deadlines.
     A server's failure is told in the outcome; an exception is a failure of the trainer's own.
+
+    ``session``: servers take what comes between the begin and the end of an update. ``keeps``: what
+    was sent of a version can be handed over again, by ``finish`` alone, until another is.
     """
+
+    session: bool
+    keeps: bool
+
+    def buffer(self, num_bytes: int) -> Tensor | None:
+        """Memory, u8 [num_bytes], for buckets to lie in while they are sent; None: they may lie
+        anywhere.
+        """
+        ...
 
     def open(self, sinks: Sequence[WeightSink], attempt: int) -> Outcome:
         """In every sender, before anything is sent to these servers. ``attempt`` is another number
@@ -42,8 +56,12 @@ class Carrier(Protocol):
         """One bucket to those of ``names``, all of whom are open; returns when they have it."""
         ...
 
-    def finish(self, version: int, sinks: Sequence[WeightSink]) -> Outcome:
-        """On rank 0, after all senders have sent everything. Most have nothing left to do."""
+    def finish(
+        self, version: int, digests: Mapping[str, str], sinks: Sequence[WeightSink]
+    ) -> Outcome:
+        """On rank 0, after all senders have sent everything, of which ``digests`` are. Most have
+        nothing left to do.
+        """
         ...
 
     def drop(self, names: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from megarl.protocols import WeightSink
 from megarl.sync.asking import ask, failed, failure, first_error, in_background, refusals
 from megarl.sync.carrier import Identity, Outcome, identities
 from megarl.sync.group import abandon_group, create_store, join_group, leave_group
-from megarl.sync.packing import Packed
+from megarl.sync.packing import Packed, described
 from megarl.sync.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,9 @@ class Link:
 
 class Links:
     """The groups of one sender: a ``Carrier``."""
+
+    session = True
+    keeps = False
 
     def __init__(
         self, label: str, backend: str, timeout_s: float, turns: Turns | None = None
@@ -98,7 +101,12 @@ class Links:
             return self._send(bucket, names)
         return self._in_turn(self._turns, lambda: self._send(bucket, names), names)
 
-    def finish(self, version: int, sinks: Sequence[WeightSink]) -> Outcome:
+    def buffer(self, num_bytes: int) -> None:
+        """Wherever it is packed it can be broadcast from."""
+
+    def finish(
+        self, version: int, digests: Mapping[str, str], sinks: Sequence[WeightSink]
+    ) -> Outcome:
         """They have everything already."""
         return Outcome()
 
@@ -260,15 +268,6 @@ class Links:
         closing = in_background(_end_group, link, self._backend)
         _part(link.name, link.sinks)
         return closing
-
-
-def described(bucket: Packed) -> dict[str, Any]:
-    """What a receiver is told of it, in SGLang's fields."""
-    return {
-        "names": [spec.name for spec in bucket.specs],
-        "dtypes": [spec.dtype for spec in bucket.specs],
-        "shapes": [list(spec.shape) for spec in bucket.specs],
-    }
 
 
 def _end_group(link: Link, backend: str) -> None:

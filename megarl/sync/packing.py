@@ -10,11 +10,13 @@
    stay until the one after the next is asked for.
 5. A tensor's digest is of its bytes where they came from, before they are copied.
 6. A push of changes has its buckets in envelopes (delta.py), which say what is in them.
+7. A carrier may say where buckets lie (``allocate``): in memory that servers can read.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +39,25 @@ class Packed:
     digests: Mapping[str, str]
 
 
+def described(bucket: Packed) -> dict[str, Any]:
+    """What a receiver is told of it, in SGLang's fields."""
+    return {
+        "names": [spec.name for spec in bucket.specs],
+        "dtypes": [spec.dtype for spec in bucket.specs],
+        "shapes": [list(spec.shape) for spec in bucket.specs],
+    }
+
+
 @dataclass
 class Packer:
-    """``device``: where buckets are sent from; ``sealed``: in envelopes."""
+    """``device``: where buckets are sent from; ``sealed``: in envelopes. ``allocate``: memory for
+    them, u8 [bytes]; None where any will do.
+    """
 
     max_bytes: int
     device: torch.device
     sealed: bool = False
+    allocate: Callable[[int], Tensor | None] = lambda num_bytes: None
     digest_seconds: float = 0.0  # spent so far, on the thread that packs
     _buffers: list[Tensor] = field(default_factory=list)
 
@@ -73,16 +87,14 @@ class Packer:
 
     def _buffer(self, turn: int) -> Tensor:
         while len(self._buffers) <= turn:
-            pinned = self.device.type == "cpu" and torch.cuda.is_available()
-            self._buffers.append(
-                torch.empty(
-                    self.max_bytes + _ROOM * self.sealed,
-                    dtype=torch.uint8,
-                    device=self.device,
-                    pin_memory=pinned,
-                )
-            )
+            self._buffers.append(self._new(self.max_bytes + _ROOM * self.sealed))
         return self._buffers[turn]
+
+    def _new(self, num_bytes: int) -> Tensor:
+        if (memory := self.allocate(num_bytes)) is not None:
+            return memory
+        pinned = self.device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device, pin_memory=pinned)
 
     def _fill(self, filling: "_Filling", group: list[Piece], buffer: Tensor) -> None:
         for piece in group:
@@ -99,6 +111,11 @@ class Packer:
         return self._packed(buffer[: filling.size], filling.pieces, buffer)
 
     def _alone(self, group: list[Piece]) -> Packed:
+        size = sum(piece.payload.nbytes for piece in group)
+        if (memory := self.allocate(size + _ROOM * self.sealed)) is not None:
+            filling = _Filling()
+            self._fill(filling, group, memory)
+            return self._close(filling, memory)
         digests = [(piece.spec, self._digest(piece)) for piece in group]
         flat = laid_flat([piece.payload for piece in group]).to(self.device)
         return self._packed(flat, digests)
@@ -117,6 +134,8 @@ class Packer:
         self.digest_seconds += time.perf_counter() - start
         if self.sealed:
             flat, specs = seal(flat, specs, buffer)
+            if buffer is not None and flat.data_ptr() != buffer.data_ptr():  # it had no room
+                flat = self._new(flat.numel()).copy_(flat)
         return Packed(flat, tuple(specs), digests)
 
     def _digest(self, piece: Piece) -> str | Tensor:

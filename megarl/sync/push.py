@@ -9,7 +9,8 @@ servers are still part of it:
    servers hold them and are packed into flat buckets (packing.py). A thread sends each to all
    servers while the next is gathered and packed.
    Of what all servers hold alike, by the digests they gave before, only what changed is sent
-   (delta.py), if so set.
+   (delta.py), if so set. Where it went to a folder (disk.py), that is published now, and servers
+   load it.
 4. Both ends digest what they have: the trainer what it sent, every server what it now serves. All
    must agree.
 5. A process that does not read its weights back (SGLang) proves once that what it receives is what
@@ -21,6 +22,9 @@ A server that fails at any point, or does not answer by the deadline, is left ou
 others are not disturbed. Where it shared a way with others, these get everything anew by another,
 in at most ``ATTEMPTS`` attempts. One that is left out after ``begin`` samples nothing, or is whole.
 A failure of the trainer's own part raises SyncError on every rank.
+
+Of a carrier that keeps what was sent, a version goes out once: later pushes of it hand it over
+again, and need nothing of the trainer, which may have other weights by then (``stored``).
 """
 
 import logging
@@ -28,7 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -79,14 +83,22 @@ class PushTransport:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _proven: set[Identity] = field(default_factory=set)
     _attempts: int = 0
+    _kept: tuple[int, Sent] | None = None  # version, and on rank 0 what was sent of it
     _packer: Packer = field(init=False)
 
     def __post_init__(self) -> None:
-        self._packer = Packer(self.max_bytes, self.device, sealed=self.base is not None)
+        sealed, allocate = self.base is not None, self.carrier.buffer
+        self._packer = Packer(self.max_bytes, self.device, sealed, allocate)
 
     @property
     def sending(self) -> bool:
         return self.rank in self.senders[self.stage]
+
+    def stored(self, version: int) -> bool:
+        """Whether a push of this version reads no weights: they were sent, and are kept. The same
+        on all ranks.
+        """
+        return self._kept is not None and self._kept[0] == version
 
     def push(self, version: int, sinks: Sequence[WeightSink]) -> Push:
         names = [sink.name for sink in sinks]
@@ -120,7 +132,8 @@ class PushTransport:
         """One pass over all steps; ``outcome`` is the same on every rank after each."""
         held = self._held(sinks, outcome)
         stalled = time.monotonic()
-        self._control(sinks, outcome, "begin", {"mode": self.pause_mode})
+        how = {"mode": self.pause_mode, "session": self.carrier.session}
+        self._control(sinks, outcome, "begin", how)
         sent, confirm_s = self._deliver(version, sinks, outcome, held)
         unproven = [s for s in _serving(sinks, outcome) if self._has_to_prove(s)]
         if unproven:
@@ -128,7 +141,7 @@ class PushTransport:
             self._deliver(version, unproven, outcome, {})
             self._control(unproven, outcome, "compare", {})
             self._proven.update(identities(_serving(unproven, outcome)))
-        self._control(sinks, outcome, "commit", {"version": version, "mode": self.pause_mode})
+        self._control(sinks, outcome, "commit", {"version": version, **how})
         if self.rank != 0 or sent is None or not _serving(sinks, outcome):
             return None
         now = time.monotonic()
@@ -156,12 +169,17 @@ class PushTransport:
         """Everything to those that still serve, and their word that they have it. (What was sent by
         all, on rank 0; seconds it took to compare.)
         """
-        self._open(sinks, outcome)
-        mine = self._send(sinks, outcome, held)
-        if not _serving(sinks, outcome):
-            return None, 0.0
-        sent = self._merge(mine)
-        self._finish(version, sinks, outcome)
+        if self._kept is not None and self.stored(version):
+            sent = replace(self._kept[1], calls=0, digest_seconds=0.0)
+        else:
+            self._open(sinks, outcome)
+            mine = self._send(sinks, outcome, held)
+            if not _serving(sinks, outcome):
+                return None, 0.0
+            sent = self._merge(mine)
+        self._finish(version, sent, sinks, outcome)
+        if self.carrier.keeps:
+            self._kept = version, sent
         start = time.monotonic()
         self._confirm(sinks, outcome, sent)
         return sent, time.monotonic() - start
@@ -235,11 +253,13 @@ class PushTransport:
             total.digest_seconds = max(total.digest_seconds, seconds)
         return total
 
-    def _finish(self, version: int, sinks: Sequence[WeightSink], outcome: Outcome) -> None:
+    def _finish(
+        self, version: int, sent: Sent, sinks: Sequence[WeightSink], outcome: Outcome
+    ) -> None:
         found, error = Outcome(), None
         if self.rank == 0:
             try:
-                found = self.carrier.finish(version, _serving(sinks, outcome))
+                found = self.carrier.finish(version, sent.digests, _serving(sinks, outcome))
             except Exception as e:
                 error = e
         self._share(outcome, found, error, "handing the weights over")

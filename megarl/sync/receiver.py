@@ -7,9 +7,10 @@ wherever their bytes come from.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights
 from megarl.sync.delta import decode, is_sealed, unseal, whole
 from megarl.sync.group import join_group, leave_group
+from megarl.sync.shared_memory import Maps, Place
 from megarl.sync.stream import dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
 
@@ -32,6 +34,7 @@ class ModelReceiver:
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)  # of the largest bucket so far
+        self._maps = Maps()
 
     def digests(self) -> dict[str, str]:
         """Of what the last update wrote, read back; before the first, of what there is."""
@@ -79,6 +82,7 @@ class ModelReceiver:
 
     def begin(self) -> None:
         """Opens an update; one that was left open is given up, and everything must arrive anew."""
+        self._maps.forget()
         self.weights.begin()
 
     def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
@@ -98,6 +102,17 @@ class ModelReceiver:
         self._broadcasts(tensors, specs, group)
         for spec, tensor in zip(specs, tensors, strict=True):
             self.weights.write(spec.name, tensor)
+
+    def receive_shared(self, specs: Sequence[TensorSpec], place: Mapping[str, Any]) -> None:
+        """Takes what lies at the beginning of another process's memory: the JSON of a
+        ``shared_memory.Place``.
+        """
+        if not is_sealed(specs):
+            self.weights.check(specs)
+        where, size = Place.of_json(place), num_bytes(specs)
+        if size > where.num_bytes:
+            raise SyncError(f"{len(specs)} tensors have {size} bytes, the memory {where.num_bytes}")
+        self.take(specs, self._maps.read(where)[:size])
 
     def fetch(
         self, specs: Sequence[TensorSpec], *, group: str, into: torch.Tensor | None = None
@@ -138,6 +153,7 @@ class ModelReceiver:
         """Closes the update. Raises SyncError when a weight has not been received."""
         if self._buffer.device.type != "cpu":
             self._buffer = torch.empty(0, dtype=torch.uint8)  # sampling needs the memory
+        self._maps.forget()
         self.weights.end()
 
     def close(self) -> None:

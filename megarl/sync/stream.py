@@ -47,7 +47,7 @@ def specs_of(bucket: Bucket) -> list[TensorSpec]:
 
 def flatten(bucket: Bucket) -> torch.Tensor:
     """The bucket's bytes in order, as one u8 tensor on the tensors' device."""
-    _offsets(specs_of(bucket))
+    offsets_of(specs_of(bucket))
     return laid_flat([tensor for _, tensor in bucket])
 
 
@@ -60,7 +60,7 @@ def laid_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> Bucket:
     """Views into `flat` under their names: the reverse of `flatten`. Raises SyncError if they do
     not fit."""
-    offsets = _offsets(specs)
+    offsets = offsets_of(specs)
     if flat.numel() != offsets[-1]:
         raise SyncError(
             f"a bucket of {len(specs)} tensors has {flat.numel()} bytes, not {offsets[-1]}"
@@ -88,7 +88,7 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
+def offsets_of(specs: Sequence[TensorSpec]) -> list[int]:
     """Where each tensor begins, and the end of the last."""
     offsets = [0]
     for spec in specs:

@@ -173,7 +173,7 @@ def test_a_failed_update_ends_every_request_and_takes_no_more(engine: Engine, at
     held = engine.submit(requests_for(engine, PROMPTS))
     engine.begin_update().result(10)
     if at == "receive":
-        broken = engine.receive([], group="g", flattened=True)
+        broken = engine.update(lambda to: to.receive([], group="g", flattened=True))
     else:
         broken = engine.end_update()
     with pytest.raises(ServerError):

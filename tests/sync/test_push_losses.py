@@ -6,9 +6,7 @@ from that file.
 
 import contextlib
 import itertools
-import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,78 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.types import Push
-from tests.conftest import make_tiny_model
-from tests.helpers.dist import WorkerPool
-from tests.sync.servers import Rewrite, Server, digests_of, http, proxied, several
+from tests.sync.pushing import BOUND_S, Trainer
+from tests.sync.servers import Rewrite, http, proxied
 from tests.sync.test_broadcast import no_success
 from tests.sync.watched import Blow
 
 pytestmark = pytest.mark.dist
-
-BOUND_S = 15.0  # of a push in which servers die; deadlines are 30 s unless a test sets them
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two models of the same shapes, 25 MB each: more than sockets hold."""
-    folder = tmp_path_factory.mktemp("models")
-    first = make_tiny_model(folder / "0", "--init-std", "0.1", "--moe-ffn", "1024")
-    shutil.copytree(first, folder / "1")
-    tensors = load_file(first / "model.safetensors")
-    changed = {name: tensor * 1.01 + 0.001 for name, tensor in tensors.items()}
-    assert not any(torch.equal(tensors[n], changed[n]) for n in tensors)
-    save_file(changed, folder / "1" / "model.safetensors", metadata={"format": "pt"})
-    return [first, folder / "1"]
-
-
-@pytest.fixture
-def servers(models: list[Path], tmp_path: Path) -> Iterator[list[Server]]:
-    """Four; the last one is called like the second: it has taken its place."""
-    with several(models[0], tmp_path / "run", 4) as servers:
-        servers[3].name = servers[1].name
-        yield servers
-
-
-class Trainer:
-    def __init__(self, pool: WorkerPool, models: list[Path], servers: list[Server]) -> None:
-        self.pool, self.models, self.servers = pool, models, servers
-
-    def push(
-        self, *whom: list[int], world: int = 2, stages: int = 1, **options: Any
-    ) -> tuple[list[Push], list[float], dict[str, list[tuple[str, str, str]]]]:
-        """One push to each set of servers, of versions 1, 2, ... and alternating weights. What
-        became of each, the same on every rank, its seconds, and what was asked of every server.
-        """
-        pushes = [(v, self.file(v), k) for v, k in enumerate(whom, start=1)]
-        described = [server.described for server in self.servers]
-        work = "tests.sync.work_push:push"
-        options = {"stages": stages, "servers": described, "pushes": pushes, **options}
-        ranks = self.pool.run(work, world=world, **options)
-        assert [step[0] for rank in ranks for step in rank["steps"]] == [None] * world * len(whom)
-        first = [step[1] for step in ranks[0]["steps"]]
-        for rank in ranks[1:]:
-            assert [step[1].lost for step in rank["steps"]] == [push.lost for push in first]
-        seconds = [max(rank["steps"][k][2] for rank in ranks) for k in range(len(whom))]
-        seen: dict[str, list[tuple[str, str, str]]] = {}
-        for rank in ranks:
-            for boot, operations in rank["seen"].items():
-                seen.setdefault(boot, []).extend(operations)
-        return first, seconds, seen
-
-    def file(self, version: int) -> Path:
-        return self.models[version % 2] / "model.safetensors"
-
-    def serves(self, server: Server, version: int) -> None:
-        """Exactly these weights, under this version, and it samples."""
-        assert server.digests() == digests_of(self.models[version % 2])
-        status, reply = server.generate()
-        assert (status, reply["meta_info"]["weight_version"]) == (200, str(version))
-
-
-@pytest.fixture
-def trainer(pool: WorkerPool, models: list[Path], servers: list[Server]) -> Trainer:
-    return Trainer(pool, models, servers)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ class Watched(ServerControl):
     come.
     """
 
-    def __init__(self, url: str, key: str, name: str, boot: str, blow: Blow | None) -> None:
-        super().__init__(url, key, name, boot=boot)
+    def __init__(
+        self, url: str, key: str, name: str, boot: str, blow: Blow | None, ranks: int = 1
+    ) -> None:
+        super().__init__(url, key, name, boot=boot, ranks=ranks)
         self.key, self.blow = key, blow
         self.seen: list[tuple[str, str, str]] = []  # what succeeded
         self._begun: list[str] = []
@@ -55,11 +57,15 @@ class Watched(ServerControl):
 
     def version(self) -> str:
         """ "gone" for a server that does not answer."""
+        return str(self.state().get("weight_version"))
+
+    def state(self) -> dict[str, Any]:
+        """What it says of itself."""
         bearer = {"Authorization": f"Bearer {self.key}"}
         request = urllib.request.Request(f"{self.url}/server_info", headers=bearer)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=1) as response:
-                return str(json.load(response).get("weight_version"))
+                return dict(json.load(response))
         except OSError:
-            return "gone"
+            return {"weight_version": "gone"}

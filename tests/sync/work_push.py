@@ -14,10 +14,16 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 
 from megarl.errors import MegarlError
+from megarl.sync.carrier import Carrier
+from megarl.sync.colocated import Colocated
 from megarl.sync.delta import Base
+from megarl.sync.disk import Disk
 from megarl.sync.links import Links
 from megarl.sync.push import PushTransport
+from megarl.sync.shared_memory import SharedMemory
+from megarl.sync.tensor_handles import TensorHandles
 from megarl.sync.turns import Turns
+from megarl.sync.version_folders import Publisher
 from tests.sync.watched import Blow, Watched
 
 
@@ -89,23 +95,37 @@ def file_transport(
     senders: int = 1,
     broken: bool = False,
     delta: bool = False,
+    folder: Path | None = None,
+    colocated: bool = False,
+    handles: bool = False,
 ) -> PushTransport:
     """Of all ranks of the pool's present task; ``source.file`` is to be set. ``senders`` of every
-    stage; ``shared``: all servers are in one group, as over NCCL.
+    stage; ``shared``: all servers are in one group, as over NCCL. ``folder``: by disk, with what
+    lies beside the weights in its ``served``; ``colocated``: by shared memory, or ``handles`` of
+    it.
     """
     world = dist.get_world_size()
     each = world // stages
     groups = [dist.new_group(list(range(k * each, (k + 1) * each))) for k in range(stages)]
     stage = rank // each
     turns = None
-    if shared:
+    if shared or folder:
         told = [uuid.uuid4().hex]
         dist.broadcast_object_list(told)  # a pool's workers keep their store from test to test
+    if shared:
         store = dist.PrefixStore(told[0], c10d._get_default_store())
         turns = Turns(store, 4 * deadline_s)
+    carrier: Carrier = Links(f"rank{rank}", "gloo", deadline_s, turns)
+    if folder is not None:
+        publisher = Publisher(folder, folder / "served") if rank == 0 else None
+        about = {"run": told[0], "label": f"rank{rank}", "timeout_s": deadline_s}
+        carrier = Disk(folder, **about, publisher=publisher)
+    elif colocated or handles:
+        cpu = torch.device("cpu")
+        carrier = Colocated(TensorHandles(cpu) if handles else SharedMemory(), deadline_s)
     return PushTransport(
         source=FileWeights(stage, stages, groups[stage], senders, broken),
-        carrier=Links(f"rank{rank}", "gloo", deadline_s, turns),
+        carrier=carrier,
         rank=rank,
         stage=stage,
         senders=[[k * each + i for i in range(senders)] for k in range(stages)],
