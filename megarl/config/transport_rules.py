@@ -46,9 +46,11 @@ def _folder(config: Config) -> Iterator[Problem]:
     if config.sync.delta:
         accepted = "false, or broadcast or colocated: a folder holds whole weights"
         yield Problem("sync.delta", "true with sync.transport=disk", accepted)
-    if folder is not None and folder.resolve() == config.model.hf.resolve():
-        accepted = "a folder of its own: what a run publishes there is removed again"
-        yield Problem("sync.folder", f"{folder}, the folder of model.hf", accepted)
+    models = {"model.hf": config.model.hf, "rollout.model": config.rollout.model}
+    for key, model in models.items():
+        if folder is not None and model is not None and folder.resolve() == model.resolve():
+            accepted = "a folder of its own: what a run publishes there is removed again"
+            yield Problem("sync.folder", f"{folder}, the folder of {key}", accepted)
 
 
 def _is_loopback(url: str) -> bool:

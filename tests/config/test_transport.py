@@ -16,6 +16,7 @@ VALID = [
     Case([DISK, "rollout.discover=true", "sync.folder=HERE/weights"], {}),
     Case([DISK, "rollout.urls=[http://far:1]", KEY], {}),
     Case([COLOCATED], {}),
+    Case([COLOCATED, "sync.delta=true"], {}),
     Case([COLOCATED, *SGLANG, "rollout.server_tp=2"], {}),
     *(
         Case([COLOCATED, f"rollout.urls=['http://{host}:1']", KEY], {})
@@ -28,6 +29,9 @@ VALID = [
 ]
 WRONG = [
     Case([DISK, "sync.folder=HERE/model"], {"sync.folder": ["the folder of model.hf"]}),
+    Case([DISK, "rollout.model=HERE/served", "sync.folder=HERE/served"],
+         {"sync.folder": ["the folder of rollout.model"], "rollout.model": ["does not exist"]}),
+    Case([DISK, "sync.delta=true"], {"sync.delta": ["sync.transport=disk", "whole weights"]}),
     Case([DISK, "sync.folder=HERE/prompts.jsonl/x"],
          {"sync.folder": ["prompts.jsonl is a file", "a folder that servers share"]}),
     Case([COLOCATED, "rollout.discover=true"],

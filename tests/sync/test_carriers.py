@@ -5,6 +5,7 @@ Real servers; the trainer's ranks have weights of a file. What a server must hol
 """
 
 import hashlib
+import json
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.dist import WorkerPool
+from tests.helpers.families import save_model, wide
+from tests.rollout.test_embedded_fp8_weights import in_fp8
 from tests.sync.pushing import BOUND_S, Trainer
 from tests.sync.servers import Server, digests_of, http, proxied, several
 from tests.sync.test_broadcast import no_success, one_bit_wrong
@@ -165,3 +168,23 @@ def test_a_version_on_disk_goes_to_who_comes_later_though_the_trainer_has_other_
         pair.serves(server, 1)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"served", ".megarl-lock", "version_1"}
+
+
+@pytest.mark.slow
+def test_weights_in_fp8_and_layers_behind_the_last_take_the_same_ways(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """DeepSeek's, with codes, scales and multi-token prediction; servers hold what was sent."""
+    source = save_model("deepseek_v3", tmp_path / "source", **wide("deepseek_v3"))
+    (first, _, _), (second, _, _) = (in_fp8(source, tmp_path / str(k), k) for k in (1, 2))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "served").symlink_to(first)
+    with several(first, tmp_path / "run", 1, context_length=16) as [server]:
+        trainer = Trainer(pool, [first, second], [server])
+        for way in ({"colocated": True}, {"folder": tmp_path / "weights"}):
+            server.reload(first)
+            pushes, _, _ = trainer.push([0], [0], [0], stages=2, max_bytes=2**18, **way)
+            assert [push.lost for push in pushes] == [{}] * 3
+            trainer.serves(server, 3)
+    config = json.loads((tmp_path / "weights" / "version_3" / "config.json").read_text())
+    assert config["quantization_config"]["weight_block_size"] == [128, 128]
