@@ -88,8 +88,13 @@ def sizes(pushes: list[Push]) -> list[int]:
     return [push.receipt.num_bytes for push in pushes if push.receipt is not None]
 
 
-def test_only_what_changed_is_sent_and_everything_is_right(trainer: Trainer) -> None:
-    pushes = trainer.push((0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (2, [0, 1]), (3, [0, 1]))
+@pytest.mark.parametrize("way", [{}, {"colocated": True, "max_bytes": 2**14}], ids=str)
+def test_only_what_changed_is_sent_and_everything_is_right(
+    trainer: Trainer, way: dict[str, Any]
+) -> None:
+    """Over groups, or in shared memory; there with tensors that are larger than a bucket."""
+    steps = [(0, [0, 1]), (1, [0, 1]), (2, [0, 1]), (2, [0, 1]), (3, [0, 1])]
+    pushes = trainer.push(*steps, **way)
     assert [push.lost for push in pushes] == [{}] * 5
     first, second, third, same, all_new = sizes(pushes)
     assert first >= trainer.whole and all_new >= trainer.whole

@@ -1,10 +1,12 @@
 """Servers that have no memory while the trainer trains, whatever way weights come back."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.helpers.dist import WorkerPool
 from tests.sync.pushing import Trainer
@@ -36,14 +38,32 @@ def test_memory_is_given_back_while_the_trainer_trains_and_there_for_the_next_pu
     lasting[0].reload(models[0])
     trainer = Trainer(pool, models, lasting)
     (tmp_path / "served").symlink_to(models[0])
-    how: dict[str, Any] = {"links": {}, "colocated": {"colocated": True}}.get(
-        way, {"folder": tmp_path}
-    )
-    looks, serving, given_up = slept(trainer, **how)
+    ways: dict[str, dict[str, Any]] = {
+        "links": {},
+        "colocated": {"colocated": True},
+        "disk": {"folder": tmp_path},
+    }
+    looks, serving, given_up = slept(trainer, **ways[way])
     before, during, after = (look[0] for look in looks)
     assert [s["weight_version"] for s in (before, during, after)] == ["1", "1", "2"]
     assert during["released"] == ["kv_cache", "weights"] and during["paused"] == "retract"
     assert before["released"] == after["released"] == [] and after["paused"] is None
+    assert (serving, given_up) == ([lasting[0].name], [])
+    trainer.serves(lasting[0], 2)
+
+
+def test_no_changes_are_made_to_weights_that_are_gone(
+    pool: WorkerPool, models: list[Path], lasting: list[Server], tmp_path: Path
+) -> None:
+    """An element of each tensor is another one in the next version: all of them are sent."""
+    changed = shutil.copytree(models[1], tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.view(-1)[0] += 1
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    lasting[0].reload(models[0])
+    trainer = Trainer(pool, [changed, models[1]], lasting)
+    _, serving, given_up = slept(trainer, delta=True)
     assert (serving, given_up) == ([lasting[0].name], [])
     trainer.serves(lasting[0], 2)
 
