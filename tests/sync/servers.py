@@ -25,7 +25,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 
 
 def http(url: str, key: str, path: str, body: Any = None) -> tuple[int, Any]:
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     raw = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, raw, headers)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
