@@ -67,3 +67,14 @@ def servers(
     from megarl.servers_command import main as servers_main
 
     servers_main(load(arguments), host=host, parent_pid=parent_pid)
+
+
+@app.command("sglang-plugin")
+def sglang_plugin() -> None:
+    """Print what installs our plugin into the environment of an SGLang server that you start.
+
+    Without it no server of that kind is taken. Servers that megarl starts have it by themselves.
+    """
+    from megarl.rollout.features import plugin_command
+
+    typer.echo(plugin_command())

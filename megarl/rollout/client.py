@@ -44,7 +44,7 @@ _ABORT_TIMEOUT_S = 2.0
 _ABORTS_AT_ONCE = 32
 _KEEP_ALIVE_S = 2.0  # servers close what is idle for longer (uvicorn: 5), just when we might use it
 _READ_BYTES = 4 * 2**20
-# Whatever else SGLang 0.5.20 to 0.5.23 knows that changes what is sampled, where it ends or what is
+# Whatever else SGLang 0.5.21 to 0.5.23 knows that changes what is sampled, where it ends or what is
 # told of it. A server may have defaults of its own (--preferred-sampling-params): null is none.
 _NEUTRAL: Mapping[str, Any] = {
     "repetition_penalty": 1.0,

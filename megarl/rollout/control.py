@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from megarl.errors import ServerError
-from megarl.rollout.features import Features, features_of
+from megarl.rollout.features import PLUGIN_VERSION, features_of
 
 _RETRY_S = 0.1
 _KV_CACHE, _WEIGHTS = "kv_cache", "weights"
@@ -50,8 +50,9 @@ def _nothing(payload: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-_SESSION = ("/begin_weight_update", "/end_weight_update")
 _END = Call("/end_weight_update", _nothing)
+# An update that was left open half-way is closed first: SGLang refuses a second one.
+_BEGIN = Call("/begin_weight_update", _nothing, tries=2, before=_END)
 
 
 def _in_place(payload: Mapping[str, Any]) -> bool:
@@ -82,7 +83,38 @@ def _unfit_in_place(info: Mapping[str, Any]) -> str:
 
 def _in_session(payload: Mapping[str, Any]) -> bool:
     """Whether weights come between the begin and the end of an update, as all do but a folder's."""
-    return bool(payload.get("session", True))
+    return bool(payload.get("session", True)) and payload.get("open") is not False
+
+
+def _open(payload: Mapping[str, Any]) -> bool:
+    """Whether an update was begun by us and has not ended."""
+    return bool(payload.get("open"))
+
+
+def _checked(action: str) -> Call:
+    body = {"action": action, "selector": "target"}
+    return Call("/weights_checker", lambda p: body, wrong=_unproven)
+
+
+def _unproven(reply: Mapping[str, Any]) -> str:
+    """What SGLang's ranks say against themselves by our plugin."""
+    ranks = [rank.get("checksums") or {} for rank in reply.get("ranks", ())]
+    errors = [f"rank {k}: {r['megarl:error']}" for k, r in enumerate(ranks) if "megarl:error" in r]
+    if errors:
+        return "; ".join(errors)
+    stale = _of_all(ranks, "megarl:unwritten")
+    if not stale:
+        return ""
+    return (
+        f"a push writes nothing to {len(stale)} parameters of its model, which stay as they were: "
+        f"{stale[:5]}"
+    )
+
+
+def _of_all(ranks: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    """The names that all ranks list there."""
+    listed = [set(json.loads(rank.get(key, "[]"))) for rank in ranks]
+    return sorted(set.intersection(*listed)) if listed else []
 
 
 def _keeps_memory(info: Mapping[str, Any]) -> str:
@@ -96,12 +128,11 @@ def _keeps_memory(info: Mapping[str, Any]) -> str:
 
 
 OPERATIONS: Mapping[str, tuple[Call, ...]] = {
-    "held": (Call("/weights_checker", lambda p: {"action": "held", "selector": "target"}),),
+    "held": (_checked("held"),),
     "begin": (
         Call("/server_info", _nothing, method="GET", wanted=_in_place, wrong=_unfit_in_place),
         Call("/pause_generation", lambda p: {"mode": p.get("mode", "retract")}),
-        # An update that was left open half-way is closed first: SGLang refuses a second one.
-        Call("/begin_weight_update", _nothing, tries=2, before=_END, wanted=_in_session),
+        replace(_BEGIN, wanted=lambda p: bool(p.get("session", True))),
     ),
     "join_group": (Call("/init_weights_update_group", _given),),
     "leave_group": (Call("/destroy_weights_update_group", _given),),
@@ -119,7 +150,14 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
         ),
     ),
     "load_path": (Call("/update_weights_from_disk", _given),),
-    "digest": (Call("/weights_checker", lambda p: {"action": "digest", "selector": "target"}),),
+    "digest": (_checked("digest"),),
+    # Of weights as they are served, which SGLang makes of what was loaded when an update ends.
+    "snapshot": (
+        replace(_END, wanted=_open),
+        _checked("digest_snapshot"),
+        replace(_BEGIN, wanted=_open),
+    ),
+    "compare": (replace(_END, wanted=_open), _checked("digest_compare")),
     "commit": (
         replace(_END, wanted=_in_session),
         Call(
@@ -155,18 +193,8 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
 }
 
 
-def calls_of(op: str, features: Features) -> tuple[Call, ...]:
-    """What an operation is on a server with these features."""
-    calls = OPERATIONS[op]
-    if features.weight_session:
-        return calls
-    return tuple(call for call in calls if call.path not in _SESSION)
-
-
 class ServerControl:
     """A WeightSink. Calls block; use it from a thread that runs no event loop."""
-
-    proves = False
 
     def __init__(
         self,
@@ -180,13 +208,14 @@ class ServerControl:
         released: bool = False,
     ) -> None:
         """`ranks`: the server's tensor-parallel ranks, each a member of a weight group. `version`
-        of its software, as `Member.version` has it; empty: as the newest that is supported.
+        of its software, as `Member.version` has it; empty: it has nothing to prove.
         `released`: its memory is (operation `release`), and `commit` is to resume the rest of it.
         """
         self.url, self.ranks, self.boot = url.rstrip("/"), ranks, boot
-        self._features = features_of(version) if version else Features()
         self.name = name or self.url
+        self.proves = bool(version) and features_of(version).plugin
         self._released = released
+        self._open: bool | None = None  # the update that `begin` opens; None: who knows
         self._headers = {"Authorization": f"Bearer {key}"}
 
     @property
@@ -205,30 +234,45 @@ class ServerControl:
 
         Payloads: `join_group`, `leave_group`, `receive`, `receive_shared`, `receive_tensors`,
         `load_path` carry the endpoint's own fields; `begin` {"mode": pause mode, "session": bool},
-        `commit` that and {"version": int}; `digest`, `alive`, `release`, `resume_memory` nothing.
+        `commit` that and {"version": int}; all others nothing.
         Raises ServerError naming the server and the call that was refused, failed or did not end
         within `timeout_s` (of all calls together).
         """
-        calls = calls_of(op, self._features)
-        payload = {**payload, "released": self._released} if op == "commit" else payload
-        reply = asyncio.run(self._run(op, calls, payload, timeout_s))
-        return {"digests": self._digests(reply)} if op in ("digest", "held") else reply
+        if op in ("snapshot", "compare", "commit"):
+            payload = {**payload, "open": self._open, "released": self._released}
+        reply = asyncio.run(self._run(op, OPERATIONS[op], payload, timeout_s))
+        if op == "begin":
+            self._open = bool(payload.get("session", True))
+        elif op in ("compare", "commit"):
+            self._open = False if op == "compare" else None
+        return self._digests(reply) if op in ("digest", "held") else reply
 
-    def _digests(self, reply: Mapping[str, Any]) -> dict[str, str]:
-        """The embedded server's own, or those of SGLang with our plugin: a record of every rank.
-        All ranks take whole tensors and must have taken the same."""
+    def _digests(self, reply: Mapping[str, Any]) -> dict[str, Any]:
+        """{"digests": by name, "digest_seconds": of the rank that took longest}: the embedded
+        server's own, or those of SGLang with our plugin, which has a record of every rank. All
+        ranks take whole tensors and must have taken the same; each must be loaded by one at least,
+        for others may have no use for it (experts).
+        """
         if isinstance(reply.get("digests"), dict):
-            return reply["digests"]
-        records = [rank.get("checksums") for rank in reply.get("ranks", ())]
-        if not records or not records[0]:
+            seconds = float(reply.get("digest_seconds", 0.0))
+            return {"digests": reply["digests"], "digest_seconds": seconds}
+        told = [dict(rank.get("checksums") or {}) for rank in reply.get("ranks", ())]
+        if not told or any("megarl:dropped" not in rank for rank in told):
             raise ServerError(
                 f"{self.name}: found no weight digests in the reply; expected: one for every "
-                "tensor (an SGLang server needs the plugin in megarl/sync/sglang_plugin)"
+                f"tensor (an SGLang server needs megarl's plugin, version {PLUGIN_VERSION})"
             )
-        if any(record != records[0] for record in records):
-            raise ServerError(f"{self.name}: its {len(records)} ranks received different weights")
-        digests: dict[str, str] = records[0]
-        return digests
+        dropped = _of_all(told, "megarl:dropped")
+        seconds = max(float(rank["megarl:seconds"]) for rank in told)
+        told = [{n: d for n, d in r.items() if not n.startswith("megarl:")} for r in told]
+        if any(rank != told[0] for rank in told):
+            raise ServerError(f"{self.name}: its {len(told)} ranks received different weights")
+        if dropped:
+            raise ServerError(
+                f"{self.name}: its model has no place for {len(dropped)} of {len(told[0])} weights "
+                f"that it received: {dropped[:5]}; SGLang skips such names in silence"
+            )
+        return {"digests": told[0], "digest_seconds": seconds}
 
     async def _run(
         self, op: str, calls: tuple[Call, ...], payload: Mapping[str, Any], timeout_s: float

@@ -1,16 +1,14 @@
 """What servers can do, by engine and version: one table, and who is refused.
 
-What differs between versions of SGLang, as far as a trainer uses it:
-
-* 0.5.20: weights are received without a session. Since 0.5.21 `/begin_weight_update` and
-  `/end_weight_update` around them are compulsory.
-
-Others may work, but nobody has seen it: they are refused before anything is sampled.
+SGLang takes weights between `/begin_weight_update` and `/end_weight_update` since 0.5.21, where
+our plugin finds what it needs, too. Other versions may work, but nobody has seen it: they are
+refused before anything is sampled.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.errors import UnfitServerError
@@ -21,13 +19,16 @@ SGLANG_SPARE = 6
 """Of its context SGLang 0.5.23 leaves two tokens free, and takes no prompt that reaches into the
 last six: it would end the longest responses early, without a word, and not continue them.
 """
+PLUGIN_VERSION = "0.3.0"
+PLUGIN_FOLDER = Path(__file__).parents[1] / "sync" / "sglang_plugin"
+"""With it in PYTHONPATH, SGLang has the plugin; pip installs it from there, too."""
 
 
 @dataclass(frozen=True)
 class Features:
     """What an engine of some versions needs of a weight push."""
 
-    weight_session: bool = True  # begin and end around the buckets
+    plugin: bool = False  # ours, in the server, without which it says nothing of its weights
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class _Row:
 
 ROWS = (
     _Row(EMBEDDED, (0, 1, 0), (0, 1, 0), Features()),
-    _Row(SGLANG, (0, 5, 20), (0, 5, 20), Features(weight_session=False)),
-    _Row(SGLANG, (0, 5, 21), (0, 5, 23), Features()),
+    _Row(SGLANG, (0, 5, 21), (0, 5, 23), Features(plugin=True)),
 )
 
 
@@ -62,6 +62,33 @@ def features_of(version: str) -> Features:
         f"the server is {version}; supported: {', '.join(map(str, ROWS))}. Name one of these in "
         "rollout.server_command, or leave rollout.engine at embedded"
     )
+
+
+def require_plugin(version: str, plugin: str) -> None:
+    """Raises UnfitServerError for a server like "sglang 0.5.23" in which our plugin is not, or is
+    another than `PLUGIN_VERSION`; `plugin` is what it says of that, empty for nothing.
+    """
+    if not features_of(version).plugin or plugin == PLUGIN_VERSION:
+        return
+    raise UnfitServerError(
+        f"the server ({version}) cannot prove its weights: found "
+        f"{f'version {plugin}' if plugin else 'nothing'} of megarl's plugin for SGLang; accepted: "
+        f"version {PLUGIN_VERSION}. Where it runs, `{plugin_command()}` (on another machine copy "
+        "the folder there; megarl sglang-plugin prints it; SGLANG_PLUGINS, if set, has to name "
+        "megarl_digest), then start the server again"
+    )
+
+
+def plugin_command() -> str:
+    """What installs the plugin into an SGLang server's environment."""
+    return f"pip install --no-deps --force-reinstall {PLUGIN_FOLDER}"
+
+
+def plugin_of(info: Mapping[str, Any]) -> str:
+    """The version of our plugin out of `/server_info`, with what it lacks; empty: there is none."""
+    states = info.get("internal_states") or [{}]
+    found = {str(state.get("megarl_plugin", "")) for state in states}
+    return found.pop() if len(found) == 1 else " and ".join(sorted(v or "none" for v in found))
 
 
 def longest_of(info: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 
 from megarl.errors import ServerError, UnfitServerError
-from megarl.rollout.features import features_of, require_length
+from megarl.rollout.features import require_length, require_plugin
 from megarl.rollout.managed import TERM_S, ManagedServer
 from megarl.rollout.probe import Identity, Probe
 from megarl.rollout.starter import Starter
@@ -167,7 +167,7 @@ class NamedKeeper(Keeper):
     def _serve(self, identity: Identity, boot: str) -> ServerError:
         """While it answers; then why it does not."""
         try:
-            features_of(identity.version)
+            require_plugin(identity.version, identity.plugin)
             require_length(identity.longest, self._care.longest)
         except UnfitServerError as error:
             return UnfitServerError(f"{self.url}: {error}")

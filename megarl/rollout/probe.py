@@ -19,7 +19,7 @@ import aiohttp
 from megarl.errors import ServerError
 from megarl.rollout.client import new_rids, request_body
 from megarl.rollout.control import new_session
-from megarl.rollout.features import longest_of, version_of
+from megarl.rollout.features import longest_of, plugin_of, version_of
 from megarl.rollout.replies import Ask, OtherWeights, read_answer
 from megarl.types import Sampling
 
@@ -38,6 +38,7 @@ class Identity:
     progress: str  # another one whenever the server has generated tokens, for a time
     ranks: int | None = None  # tensor-parallel, where the server says
     longest: int | None = None  # prompt and response together, where the server says
+    plugin: str = ""  # version of ours in SGLang
     waits: bool = False  # for weights, and says so: until then it generates nothing
 
     def same_process(self, later: "Identity") -> bool:
@@ -127,6 +128,7 @@ class Probe:
             weights=int(weights) if weights.isdecimal() else None,
             ranks=ranks if isinstance(ranks, int) else None,
             longest=longest_of(info),
+            plugin=plugin_of(info),
             waits=bool(info.get("unusable") or info.get("updating")),
             progress=str([info.get("steps"), *(s.get("last_gen_throughput") for s in states)]),
         )

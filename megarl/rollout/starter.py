@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megarl.config.rollout import RolloutSection
 from megarl.errors import ServerError
-from megarl.rollout.features import SGLANG_SPARE, features_of, require_length
+from megarl.rollout.features import PLUGIN_FOLDER, SGLANG_SPARE, require_length, require_plugin
 from megarl.rollout.managed import ManagedServer, open_private, spawn
 from megarl.rollout.probe import Probe
 from megarl.rollout.process import lives
@@ -111,7 +111,10 @@ class Starter:
         command = _COMMANDS[self.section.engine](self, label, port)
         self._ready_file(label).unlink(missing_ok=True)
         log_file = self.run_dir.logs / f"server_{label}.log"
-        environment = _ENVIRONMENT[self.section.engine]
+        environment = dict(_ENVIRONMENT[self.section.engine])
+        if self.section.engine == "sglang":
+            paths = [str(PLUGIN_FOLDER), os.environ.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return spawn(f"server {label}", command, log_file, self.key, mark, environment)
 
     def _embedded(self, label: str, port: int) -> list[str]:
@@ -201,7 +204,7 @@ class Starter:
         """Raises UnfitServerError for a server that cannot be used, ServerError for none."""
         try:
             identity = Probe(url, self.key).identity()
-            features_of(identity.version)
+            require_plugin(identity.version, identity.plugin)
             require_length(identity.longest, self.section.context_length)
         except ServerError as error:
             raise type(error)(f"{server.name} cannot be used: {error}") from error

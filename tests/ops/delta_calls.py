@@ -30,7 +30,9 @@ def plain_apply(base: Tensor, payload: Tensor) -> None:
 
 
 def _plain() -> Any:
-    folder = Path(__file__).parents[2] / "megarl" / "sync" / "sglang_plugin"
+    folder = (
+        Path(__file__).parents[2] / "megarl" / "sync" / "sglang_plugin" / "megarl_sglang_plugin"
+    )
     spec = importlib.util.spec_from_file_location("plain_delta", folder / "plain_delta.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

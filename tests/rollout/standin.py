@@ -88,6 +88,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 "version": "0.5.23",
                 "startup_time": self.boot,
                 "weight_version": "0",
+                "internal_states": [{"megarl_plugin": "0.3.0"}],
                 "steps": time.time_ns() if (HERE / "busy").exists() else 1,
                 **(json.loads(info.read_text()) if info.exists() else {}),
             },

@@ -1,7 +1,10 @@
 """Control operations against servers that misbehave."""
 
 import asyncio
+import json
+import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -58,12 +61,29 @@ def test_control_takes_nothing_but_success(op: str) -> None:
     asyncio.run(check())
 
 
+def ranks(
+    *digests: dict[str, str],
+    dropped: Sequence[list[str]] = ((), ()),
+    seconds: Sequence[float] = (0.0, 0.0),
+) -> dict[str, Any]:
+    """An SGLang's reply, as the plugin's documentation has it."""
+    more = [
+        {"megarl:dropped": json.dumps(list(d)), "megarl:seconds": str(s)}
+        for d, s in zip(dropped, seconds, strict=False)
+    ]
+    return {"ranks": [{"checksums": {**d, **m}} for d, m in zip(digests, more, strict=False)]}
+
+
 @pytest.mark.parametrize(
     ("reply", "expected"),
     [
         ({"digests": {"a": "1"}}, {"a": "1"}),
-        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "1"}}]}, {"a": "1"}),
-        ({"ranks": [{"checksums": {"a": "1"}}, {"checksums": {"a": "2"}}]}, "different weights"),
+        (ranks({"a": "1"}, {"a": "1"}, seconds=(1.5, 2.5)), {"a": "1"}),
+        (ranks({"a": "1"}, {"a": "2"}), "different weights"),
+        (ranks({"a": "1", "b": "2"}, dropped=[["b"]]), r"no place for 1 of 2 .*\['b'\]"),
+        (ranks({"a": "1"}, {"a": "1"}, dropped=[["a"], []]), {"a": "1"}),  # an expert of one rank
+        ({"ranks": [{"checksums": {"megarl:error": "torn"}}]}, "rank 0: torn"),
+        ({"ranks": [{"checksums": {"a": "1"}}]}, "no weight digests.*plugin"),  # an older one
         ({"ranks": [{"checksums": {}}]}, "no weight digests"),
         ({"success": True}, "no weight digests"),
     ],
@@ -82,10 +102,87 @@ def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) 
         control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
         if isinstance(expected, dict):
             got = await asyncio.to_thread(control.control, "digest", {}, 5)
-            assert got == {"digests": expected}
+            longest = 2.5 if "ranks" in reply and "2.5" in str(reply) else 0.0
+            assert got == {"digests": expected, "digest_seconds": longest}
         else:
             with pytest.raises(ServerError, match=expected):
                 await asyncio.to_thread(control.control, "digest", {}, 5)
+        await runner.cleanup()
+
+    asyncio.run(check())
+
+
+def unwritten(*names: list[str]) -> dict[str, Any]:
+    return {"ranks": [{"checksums": {"megarl:unwritten": json.dumps(n)}} for n in names]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "wrong"),
+    [
+        (unwritten([]), ""),
+        (unwritten(["a"]), r"nothing to 1 parameters .*\['a'\]"),
+        (unwritten(["a"], []), ""),  # where it is nothing but padding
+        (unwritten(["a", "b"], ["c", "b"]), r"nothing to 1 parameters .*\['b'\]"),
+        ({"ranks": [{"checksums": {}}, {"checksums": {"megarl:error": "torn"}}]}, "rank 1: torn"),
+    ],
+)
+def test_a_snapshot_tells_of_parameters_that_no_rank_has_written(
+    reply: dict[str, Any], wrong: str
+) -> None:
+    call = next(c for c in OPERATIONS["snapshot"] if c.path == "/weights_checker")
+    found = call.wrong(reply)
+    assert re.search(wrong, found) if wrong else found == ""
+
+
+@pytest.mark.parametrize(
+    "steps, asked",
+    [
+        (
+            [("begin", {}), ("snapshot", {}), ("compare", {}), ("commit", {"version": 1})],
+            "begin | end digest_snapshot begin | end digest_compare | ",
+        ),
+        ([("begin", {}), ("commit", {"version": 1})], "begin | end"),
+        ([("commit", {"version": 1})], "end"),  # who knows what is open
+        (
+            [
+                ("begin", {"session": False}),
+                ("snapshot", {}),
+                ("compare", {}),
+                ("commit", {"version": 1, "session": False}),
+            ],
+            " | digest_snapshot | digest_compare | ",
+        ),
+        (
+            [("begin", {}), ("snapshot", {}), ("begin", {}), ("commit", {"version": 1})],
+            "begin | end digest_snapshot begin | begin | end",
+        ),
+    ],
+)
+def test_a_proof_is_of_weights_as_they_are_served(steps: list[Any], asked: str) -> None:
+    """An update is ended before, opened again for the same push, and ended once."""
+
+    async def check() -> None:
+        calls: list[str] = []
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            body = await request.json()
+            name = body.get("action") or request.path.removeprefix("/").partition("_weight_up")[0]
+            calls.append(name)
+            return web.json_response({"success": True})
+
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
+        found = []
+        for op, payload in steps:
+            calls.clear()
+            await asyncio.to_thread(control.control, op, payload, 5)
+            of_proof = ("begin", "end", "digest_snapshot", "digest_compare")
+            found.append(" ".join(call for call in calls if call in of_proof))
+        assert " | ".join(found) == asked
         await runner.cleanup()
 
     asyncio.run(check())

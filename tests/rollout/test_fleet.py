@@ -37,7 +37,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         good = self.headers["Authorization"] == f"Bearer {key}"
         self.send_response(200 if good else 401)
         self.end_headers()
-        self.wfile.write(json.dumps({"version": "0.5.23", "weight_version": "0"}).encode())
+        told = {"version": "0.5.23", "weight_version": "0"}
+        told["internal_states"] = [{"megarl_plugin": "0.3.0"}]
+        self.wfile.write(json.dumps(told).encode())
 http.server.HTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_forever()
 """
 

@@ -153,9 +153,32 @@ def test_a_version_that_nobody_has_tried_is_refused_at_the_start(external: Exter
 
 def test_an_older_version_is_asked_by_older_names(external: External) -> None:
     external.site.tell("old")
-    external.site.tell("info.json", json.dumps({"version": "0.5.20"}))
+    external.site.tell("info.json", json.dumps({"version": "0.5.21"}))
     with external.fleet() as fleet:
-        assert only(fleet).version == "sglang 0.5.20"
+        assert only(fleet).version == "sglang 0.5.21"
+
+
+@pytest.mark.parametrize(
+    "states, found",
+    [
+        ([], "nothing"),
+        ([{}], "nothing"),
+        ([{"megarl_plugin": "0.2.0"}], "version 0.2.0"),
+        ([{"megarl_plugin": "0.3.0 without end_weight_update"}], "version 0.3.0 without end_"),
+        ([{"megarl_plugin": "0.3.0"}, {}], "version 0.3.0 and none"),  # one of two schedulers
+    ],
+)
+def test_a_server_without_our_plugin_or_with_another_is_refused_and_told_how_to_get_it(
+    external: External, states: list[dict[str, str]], found: str
+) -> None:
+    """One that we started, too, though it gets the plugin: it may run in another environment."""
+    external.site.tell("info.json", json.dumps({"internal_states": states}))
+    words = rf"found {found}.*; accepted: version 0\.3\.0\..*`pip install .*sync/sglang_plugin`"
+    managed = external.site.fleet(start_timeout_s=60)
+    named = external.fleet(start_timeout_s=60)
+    for name, fleet in (("server 0 cannot be used", managed), (external.url, named)):
+        with pytest.raises(UnfitServerError, match=f"{name}: .*{words}"), fleet:
+            pass
 
 
 def test_a_server_of_other_ranks_than_the_settings_say_is_refused(external: External) -> None:

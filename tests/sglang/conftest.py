@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.sglang.server import Endpoint, SGLangServer, require_sglang
+from tests.sglang.server import PLUGIN, Endpoint, SGLangServer, require_sglang
 from tests.sync.servers import several
 from tests.truth.untruncated import recommend
 
@@ -79,6 +80,16 @@ def reference() -> Iterator[Callable[[Path, list[int]], dict[str, list]]]:
     yield ask
     worker.stdin.close()
     worker.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def plugin() -> Iterator[ModuleType]:
+    """From its folder, as it is not part of megarl's own environment."""
+    sys.path.insert(0, str(PLUGIN))
+    import megarl_sglang_plugin
+
+    yield megarl_sglang_plugin
+    sys.path.remove(str(PLUGIN))
 
 
 class Embedded(Endpoint):

@@ -70,7 +70,7 @@ check_imports() {
 }
 
 key=$(hash_of "${BASH_SOURCE[0]}" "$here/requirements.txt")
-plugin_key=$key.$(hash_of "$plugin/pyproject.toml" "$plugin/megarl_sglang_plugin.py")
+plugin_key=$key.$(hash_of "$plugin/pyproject.toml" "$plugin"/megarl_sglang_plugin/*.py)
 
 step venv "$key" "$python" -m venv "$venv"
 # torch first and alone: pip then takes a CPU build where its configuration offers one, and nothing

@@ -95,7 +95,8 @@ def send(
 def received(server: Endpoint) -> list[dict[str, str]]:
     """What the plugin reports: a digest per name, for each tensor-parallel rank."""
     reply = ok(server, "/weights_checker", action="digest", selector="target")
-    return [rank["checksums"] for rank in reply["ranks"]]
+    told = [rank["checksums"] for rank in reply["ranks"]]
+    return [{n: d for n, d in rank.items() if not n.startswith("megarl:")} for rank in told]
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:

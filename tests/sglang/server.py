@@ -23,6 +23,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 INSTALL = HERE / "install.sh"
 SUPPORT = HERE / "support"
+PLUGIN = HERE.parents[1] / "megarl" / "sync" / "sglang_plugin"
 VENV = Path(os.environ.get("MEGARL_SGLANG_VENV", HERE.parents[1] / ".venv-sglang"))
 
 # No proxy between a test and its own machine.
@@ -138,7 +139,7 @@ class SGLangServer(Endpoint):
             "OMP_NUM_THREADS": "1",
             "SGLANG_USE_CPU_ENGINE": "1",
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(SUPPORT),
+            "PYTHONPATH": f"{SUPPORT}{os.pathsep}{PLUGIN}",
             **(env or {}),
         }
         self._start_timeout_s = start_timeout_s
