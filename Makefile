@@ -8,6 +8,9 @@ PYTHON_VENV := .venv/bin/python
 # Passed on: ARGS to the demo ("key=value ..."), PYTEST_ARGS to pytest ("tests/ops -k segment").
 ARGS ?=
 PYTEST_ARGS ?=
+# Processes that run tests at the same time; each test may start more.
+TEST_WORKERS ?= 2
+PYTEST := $(PYTHON_VENV) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 # What `make setup` installs: run, or dev for the test and lint tools as well.
 GROUP ?= run
 NVCC ?= nvcc
@@ -24,7 +27,7 @@ demo:  ## a whole small run on this machine (ARGS="key=value ..." overrides sett
 
 test:  ## the tests, without the slow ones (PYTEST_ARGS="-k name")
 	@tools/setup_env.sh dev
-	@$(PYTHON_VENV) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-all:  ## every test this machine can run
 	@tools/setup_env.sh dev

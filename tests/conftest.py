@@ -11,9 +11,10 @@ import torch
 from megarl import cli
 from tests.helpers.dist import WorkerPool
 from tests.helpers.required import (  # noqa: F401 (hooks)
+    pytest_configure,
     pytest_runtest_makereport,
-    pytest_sessionfinish,
 )
+from tests.helpers.workers import pytest_collection_modifyitems  # noqa: F401 (a hook)
 
 # As in every process of a run, and for those that tests start: more threads than cores wait for
 # each other, and sums in another order are other bits.

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-_ran = pytest.StashKey[int]()
-
 
 def required() -> bool:
     return os.environ.get("MEGARL_REQUIRE_SGLANG") == "1"
@@ -18,19 +16,33 @@ def required() -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:  # type: ignore[misc]
     report: pytest.TestReport = yield  # type: ignore[misc]
-    if required() and item.get_closest_marker("sglang") is not None:
-        if report.skipped and not hasattr(report, "wasxfail"):
-            report.outcome = "failed"
-            report.longrepr = f"skipped, with MEGARL_REQUIRE_SGLANG=1: {report.longrepr}"
-        ran = report.when == "call" and report.outcome == "passed"
-        item.session.stash[_ran] = item.session.stash.get(_ran, 0) + ran
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if required() and skipped and item.get_closest_marker("sglang") is not None:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, with MEGARL_REQUIRE_SGLANG=1: {report.longrepr}"
     return report  # type: ignore[return-value]
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not required() or session.config.option.collectonly or session.stash.get(_ran, 0):
-        return
-    session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line("MEGARL_REQUIRE_SGLANG=1, and no test with a real SGLang server passed")
+class Ran:
+    """Counts them where all reports arrive, whichever process they ran in."""
+
+    def __init__(self) -> None:
+        self._passed = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._passed += report.when == "call" and report.passed and "sglang" in report.keywords
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly or self._passed:
+            return
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(
+                "MEGARL_REQUIRE_SGLANG=1, and no test with a real SGLang server passed"
+            )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if required() and not hasattr(config, "workerinput"):  # not in a worker of xdist's
+        config.pluginmanager.register(Ran())

@@ -27,23 +27,25 @@ def test_is_marked(): ...
 
 
 @pytest.mark.parametrize(
-    ("chosen", "required", "status", "words"),
+    ("chosen", "required", "workers", "status", "words"),
     [
-        ("other or runs", "1", 0, "2 passed"),
-        ("runs or skips", "1", 1, "no server here"),
-        ("runs or marked", "1", 1, "not today"),
-        ("other", "1", 1, "no test with a real SGLang server passed"),
-        ("other or skips or marked", "0", 0, "2 skipped"),
+        ("other or runs", "1", 0, 0, "2 passed"),
+        ("other or runs", "1", 2, 0, "2 passed"),
+        ("runs or skips", "1", 0, 1, "no server here"),
+        ("runs or marked", "1", 2, 1, "not today"),
+        ("other", "1", 0, 1, "no test with a real SGLang server passed"),
+        ("other", "1", 2, 1, "no test with a real SGLang server passed"),
+        ("other or skips or marked", "0", 0, 0, "2 skipped"),
     ],
 )
 def test_a_required_test_that_does_not_run_fails_the_session(
-    tmp_path: Path, chosen: str, required: str, status: int, words: str
+    tmp_path: Path, chosen: str, required: str, workers: int, status: int, words: str
 ) -> None:
     file = tmp_path / "test_made_up.py"
     file.write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.required", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.required", f"-n{workers}"]
     done = subprocess.run(
-        [*command, "--rootdir", tmp_path, "-c", os.devnull, file],
+        [*command, "-k", chosen, "--rootdir", tmp_path, "-c", os.devnull, file],
         env={**os.environ, "MEGARL_REQUIRE_SGLANG": required, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -79,14 +79,14 @@ def test_a_reader_can_neither_write_nor_resize_it(owner: Owner) -> None:
 
 def test_it_has_no_name_and_is_gone_with_the_last_that_has_it() -> None:
     """Whatever ends its owner: nothing but the two processes ever had it."""
-    before = set(os.listdir("/dev/shm"))
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     dying = Owner(process)
     maps = Maps()
     seen = maps.read(dying.place)
-    assert set(os.listdir("/dev/shm")) == before
+    mapped = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "memfd:" in mapped and "/dev/shm" not in mapped
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert int(seen[300]) == 49  # a reader that is at it is not disturbed
