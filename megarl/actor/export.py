@@ -76,13 +76,8 @@ class MegatronWeights:
         ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
         if sender not in ranks:
             return
-        sending = self.parallel.rank == sender
-        parts = [torch.empty_like(shard) for _ in ranks] if sending else None
-        if len(ranks) == 1:
-            parts = [shard.contiguous()]
-        else:
-            dist.gather(shard.contiguous(), parts, dst=sender, group=group)
-        if not sending or parts is None:
+        parts = _gathered(shard.contiguous(), ranks.index(sender), group)
+        if parts is None:
             return
         if not expert:
             yield name, parts
@@ -96,6 +91,33 @@ class MegatronWeights:
         """What is in no layer (embeddings, the output layer) is the last one's."""
         layer = _LAYER.search(name)
         return self.senders[int(layer[1]) % len(self.senders) if layer else -1]
+
+
+def _gathered(
+    shard: torch.Tensor, to: int, group: dist.ProcessGroup
+) -> list[torch.Tensor] | None:
+    """All ranks' shards in rank order, on rank ``to`` of the group, whose own is not copied if the
+    backend lets it be; None elsewhere.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if size == 1:
+        return [shard]
+    if dist.get_backend(group) != "gloo":
+        parts = [torch.empty_like(shard) for _ in range(size)] if rank == to else None
+        dist.gather(shard, parts, group_dst=to, group=group)
+        return parts
+    # A gather over gloo lays all shards flat, and copies them out again.
+    if rank != to:
+        dist.send(shard, group_dst=to, group=group)
+        return None
+    parts = [shard if k == rank else torch.empty_like(shard) for k in range(size)]
+    works = [
+        dist.irecv(part, group_src=k, group=group) for k, part in enumerate(parts) if k != rank
+    ]
+    for work in works:
+        assert work is not None  # this rank is in the group
+        work.wait()
+    return parts
 
 
 def _values(weight: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ holds meanwhile, are of the size that the layout says. Ranks are those of real a
 1. A layer's weights, all of its experts included, are sent by one rank of the layer's stage;
    layers take turns among a stage's senders. What is in no layer is sent by a stage's last one.
 2. A sender holds at most two buckets and one parameter of all ranks that have a part of it: as it
-   was gathered, taken apart, and put together as files have it. A rank that does not send holds
-   nothing besides its model.
+   was gathered (its own part is not copied), taken apart, and put together as files have it. A rank
+   that does not send holds nothing besides its model.
 """
 
 import re
@@ -81,5 +81,6 @@ def test_a_rank_that_gathers_everything_first_is_beyond_the_bound(
     layout = {"dp": 2, "ep": 2}
     sender, other = send(pool, tiny_model, layout, 1, hoard=True)
     experts = sum(size for name, size in sender["sizes"].items() if ".experts." in name)
-    assert sender["peak"] >= experts + 2 * BUCKET > 3 * bound(sender, layout)
+    # half of them are the sender's own, and not copied
+    assert sender["peak"] >= experts // 2 + 2 * BUCKET > 2 * bound(sender, layout)
     assert other["peak"] == 0
