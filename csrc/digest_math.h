@@ -110,11 +110,29 @@ inline Runs runs_of(const Tensor& x, const std::vector<int64_t>& full_shape,
   return runs;
 }
 
+inline void check_digest_size(const char* op, const Tensor& x) {
+  const auto size = x.element_size();
+  STD_TORCH_CHECK(size == 1 || size == 2 || size == 4 || size == 8, op,
+                  ": elements must have 1, 2, 4 or 8 bytes, got ", size);
+}
+
+inline void check_digest_copy(const Tensor& place, const Tensor& source) {
+  check_digest_size("digest_copy_", source);
+  STD_TORCH_CHECK(place.element_size() == source.element_size(), "digest_copy_: place must have ",
+                  source.element_size(), " bytes an element like the source, got ",
+                  place.element_size());
+  check_device("digest_copy_", "place", place, source);
+  bool same = place.dim() == source.dim();
+  for (int64_t d = 0; same && d < source.dim(); ++d) same = place.size(d) == source.size(d);
+  STD_TORCH_CHECK(same, "digest_copy_: place must have the source's shape of ", source.numel(),
+                  " elements, got one of ", place.numel());
+  STD_TORCH_CHECK(place.is_contiguous() && source.is_contiguous(),
+                  "digest_copy_: place and source must be contiguous");
+}
+
 inline void check_digest_partial(const Tensor& x, const std::vector<int64_t>& full_shape,
                                  const std::vector<int64_t>& offset) {
-  const auto size = x.element_size();
-  STD_TORCH_CHECK(size == 1 || size == 2 || size == 4 || size == 8,
-                  "digest_partial: elements must have 1, 2, 4 or 8 bytes, got ", size);
+  check_digest_size("digest_partial", x);
   const auto dim = static_cast<size_t>(x.dim());
   STD_TORCH_CHECK(full_shape.size() == dim && offset.size() == dim,
                   "digest_partial: full_shape and offset must have the tensor's ", dim,

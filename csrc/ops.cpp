@@ -9,6 +9,7 @@
 STABLE_TORCH_LIBRARY(megarl, m) {
   m.def("delta_apply_(Tensor(a!) base, Tensor payload) -> ()");
   m.def("delta_encode_(Tensor(a!) base, Tensor new) -> Tensor");
+  m.def("digest_copy_(Tensor(a!) place, Tensor source, bool read_back) -> Tensor");
   m.def("digest_partial(Tensor tensor, int[] full_shape, int[] offset) -> Tensor");
   m.def("fp8_block_quant(Tensor x, int block_n, int block_k, float eps, bool power_of_two) -> "
         "(Tensor codes, Tensor scales)");

@@ -93,9 +93,7 @@ class MegatronWeights:
         return self.senders[int(layer[1]) % len(self.senders) if layer else -1]
 
 
-def _gathered(
-    shard: torch.Tensor, to: int, group: dist.ProcessGroup
-) -> list[torch.Tensor] | None:
+def _gathered(shard: torch.Tensor, to: int, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
     """All ranks' shards in rank order, on rank ``to`` of the group, whose own is not copied if the
     backend lets it be; None elsewhere.
     """

@@ -12,9 +12,9 @@ new ones written into them.
    name, other shape or dtype, a second time) is refused by `check`, before a byte is received; what
    is missing at `end` is an error.
 4. A tensor is digested as it is written: what has just been put in its place is read back from
-   there, part by part, while it is in the processor's cache. `digests` are these records, of one
-   update; `known` are those of what is held, whatever updates it came in. Of weights that the
-   module was built with there are none: they are read when first asked for.
+   there, block by block, while it is in the processor's cache (`ops.digest_copy_`). `digests` are
+   these records, of one update; `known` are those of what is held, whatever updates it came in. Of
+   weights that the module was built with there are none: they are read when first asked for.
 5. transformers' models end with their last layer. Layers behind it, for multi-token prediction, are
    part of an update all the same: they are digested as they came, and dropped.
 """
@@ -28,7 +28,7 @@ import torch
 
 from megarl.errors import SyncError
 from megarl.models.hf_fp8 import SCALE, Fp8Blocks
-from megarl.ops.digest import digest, digest_partial, finish, merge
+from megarl.ops.digest import digest, digest_copy_, finish
 from megarl.ops.fp8_block import fp8_block_dequant
 from megarl.types import TensorSpec
 
@@ -37,7 +37,6 @@ T = TypeVar("T")
 _LAYERS = "num_hidden_layers"
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _STACKED = re.compile(r"(?P<layer>.+\.experts)\.(?P<matrix>gate_up_proj|down_proj)")
-_CACHED_BYTES = 2**22  # of a tensor that are written before they are read back
 
 
 def hf_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -64,7 +63,7 @@ class LiveWeights:
     """What a server holds, by the names of files, and the update in progress.
 
     ``held``: every tensor as it is received and digested. ``codes``: names of those in FP8 blocks,
-    of ``blocks``. ``digest_seconds``: spent on digests so far.
+    of ``blocks``. ``digest_seconds``: spent on digests so far, and on writing what they are of.
     """
 
     def __init__(
@@ -150,7 +149,8 @@ class LiveWeights:
             self._records[name] = self._timed(digest, tensor)
             return
         self._known.pop(name, None)  # should it fail half-way
-        self._written(name, self._copy(into, tensor))
+        partial = self._timed(digest_copy_, into, tensor, read_back=True)
+        self._written(name, finish(partial, into.dtype, into.shape))
 
     @torch.no_grad()
     def change(self, name: str, alter: Callable[[torch.Tensor, str | None], object]) -> None:
@@ -205,20 +205,6 @@ class LiveWeights:
         if unknown := sorted(self.codes - held.keys()):
             raise SyncError(f"weights: {unknown[0]} is in FP8, but is not a weight of this model")
         return held
-
-    def _copy(self, into: torch.Tensor, tensor: torch.Tensor) -> str:
-        """Writes and reads back; the digest of what was read."""
-        if into.device.type != "cpu" or not into.is_contiguous():
-            into.copy_(tensor)
-            return self._timed(digest, into)
-        flat, source = into.view(-1), tensor.reshape(-1)
-        step, partials = _CACHED_BYTES // into.element_size(), []
-        for first in range(0, flat.numel(), step):
-            part = flat[first : first + step]
-            part.copy_(source[first : first + step])
-            place = {"full_shape": [flat.numel()], "offset": [first]}
-            partials.append(self._timed(digest_partial, part, **place))
-        return finish(merge(partials), into.dtype, into.shape)
 
     def _timed(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         start = time.perf_counter()

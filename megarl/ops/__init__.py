@@ -17,7 +17,15 @@ from megarl.ops._native import (
 )
 from megarl.ops._selfcheck import NativeMismatch
 from megarl.ops.delta import delta_apply_, delta_encode_
-from megarl.ops.digest import digest, digest_partial, digest_partial_ref, finish, merge
+from megarl.ops.digest import (
+    digest,
+    digest_copy_,
+    digest_copy_ref_,
+    digest_partial,
+    digest_partial_ref,
+    finish,
+    merge,
+)
 from megarl.ops.fp8_block import (
     fp8_block_dequant,
     fp8_block_dequant_ref,
@@ -75,6 +83,8 @@ __all__ = [
     "delta_encode_",
     "delta_encode_ref_",
     "digest",
+    "digest_copy_",
+    "digest_copy_ref_",
     "digest_partial",
     "digest_partial_ref",
     "discounted_returns",

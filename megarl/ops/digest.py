@@ -72,6 +72,36 @@ def digest_partial(
     return digest_partial_ref(tensor, full_shape, offset)
 
 
+def digest_copy_(place: Tensor, source: Tensor, *, read_back: bool = False) -> Tensor:
+    """`place.copy_(source)`, both of one shape, and what `digest_partial` gives of the source as it
+    is read: i64 [] on its device. Who has the copy can then prove that it is one.
+
+    With `read_back` it is of the place instead, as it is after it was written. On a CPU each block
+    is read back from the cache before the next is written: bytes that were not written, were
+    written elsewhere or came out different show. That memory does not keep them does not.
+
+    On a CPU contiguous tensors of one dtype take one pass, hardly slower than the copy alone.
+    RuntimeError for another shape, or for elements of a size that cannot be digested.
+    """
+    place, source = place.detach(), source.detach()
+    _check_copy(place, source)
+    one_pass = (place.device, place.dtype) == (source.device, source.dtype)
+    one_pass &= place.is_contiguous() and source.is_contiguous()
+    if one_pass and runs_native("digest_copy_", source.device):
+        out: Tensor = torch.ops.megarl.digest_copy_(place, source, read_back)
+        return out
+    return digest_copy_ref_(place, source, read_back)
+
+
+def digest_copy_ref_(place: Tensor, source: Tensor, read_back: bool) -> Tensor:
+    """The specification of `digest_copy_`, in two passes."""
+    if read_back:
+        return digest_partial(place.copy_(source))
+    partial = digest_partial(source)
+    place.copy_(source, non_blocking=True)
+    return partial
+
+
 def merge(partials: Iterable[Tensor | int]) -> int:
     """The partial digest of all slices together."""
     return sum(int(partial) for partial in partials) % PRIME
@@ -238,15 +268,29 @@ def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >> 63 else bits
 
 
-# --- the compiled op ------------------------------------------------------------------------------
+# --- the compiled ops -----------------------------------------------------------------------------
+
+
+def _check_size(op: str, tensor: Tensor) -> None:
+    if tensor.element_size() not in _SIZES:
+        raise RuntimeError(
+            f"{op}: elements must have 1, 2, 4 or 8 bytes, "
+            f"got {tensor.element_size()} ({tensor.dtype})"
+        )
+
+
+def _check_copy(place: Tensor, source: Tensor) -> None:
+    _check_size("digest_copy_", place)
+    _check_size("digest_copy_", source)
+    if place.shape != source.shape:
+        raise RuntimeError(
+            f"digest_copy_: place must have the source's shape {list(source.shape)}, "
+            f"got {list(place.shape)}"
+        )
 
 
 def _check(tensor: Tensor, full_shape: Sequence[int], offset: Sequence[int]) -> None:
-    if tensor.element_size() not in _SIZES:
-        raise RuntimeError(
-            "digest_partial: elements must have 1, 2, 4 or 8 bytes, "
-            f"got {tensor.element_size()} ({tensor.dtype})"
-        )
+    _check_size("digest_partial", tensor)
     if not len(full_shape) == len(offset) == tensor.dim():
         raise RuntimeError(
             f"digest_partial: full_shape and offset must have the tensor's {tensor.dim()} "
@@ -265,8 +309,15 @@ def _fake(tensor: Tensor, full_shape: Sequence[int], offset: Sequence[int]) -> T
     return tensor.new_empty((), dtype=torch.int64)
 
 
+def _fake_copy(place: Tensor, source: Tensor, read_back: bool) -> Tensor:
+    _check_copy(place, source)
+    return source.new_empty((), dtype=torch.int64)
+
+
 if native_devices("digest_partial"):
     torch.library.register_fake("megarl::digest_partial", _fake)
+if native_devices("digest_copy_"):
+    torch.library.register_fake("megarl::digest_copy_", _fake_copy)
 
 
 @self_check("digest_partial")

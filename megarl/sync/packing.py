@@ -8,7 +8,7 @@
    first, and a group that would begin wrong begins the next bucket.
 4. Two buffers take turns: while a bucket is on its way, the next one is filled. A bucket's bytes
    stay until the one after the next is asked for.
-5. A tensor's digest is of its bytes where they came from, before they are copied.
+5. A tensor's digest is of its bytes where they came from, as they are read to be copied.
 6. A push of changes has its buckets in envelopes (delta.py), which say what is in them.
 7. A carrier may say where buckets lie (``allocate``): in memory that servers can read.
 """
@@ -16,13 +16,14 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.errors import SyncError
-from megarl.ops.digest import digest_partial, finish
+from megarl.ops.digest import digest_copy_, digest_partial, finish
 from megarl.sync.delta import seal
 from megarl.sync.stream import Piece, dtype_of, laid_flat
 from megarl.types import TensorSpec
@@ -58,7 +59,7 @@ class Packer:
     device: torch.device
     sealed: bool = False
     allocate: Callable[[int], Tensor | None] = lambda num_bytes: None
-    digest_seconds: float = 0.0  # spent so far, on the thread that packs
+    digest_seconds: float = 0.0  # so far, on the thread that packs: digests, and copies beside them
     _buffers: list[Tensor] = field(default_factory=list)
 
     def pack(self, groups: Iterable[list[Piece]]) -> Iterator[Packed]:
@@ -98,10 +99,9 @@ class Packer:
 
     def _fill(self, filling: "_Filling", group: list[Piece], buffer: Tensor) -> None:
         for piece in group:
-            filling.pieces.append((piece.spec, self._digest(piece)))
             end = filling.size + piece.payload.nbytes
             place = buffer[filling.size : end].view(piece.payload.dtype)
-            place.copy_(piece.payload.detach().reshape(-1), non_blocking=True)
+            filling.pieces.append((piece.spec, self._copy(piece, place.view(piece.payload.shape))))
             filling.size = end
             filling.elsewhere |= piece.payload.device != buffer.device
 
@@ -116,7 +116,7 @@ class Packer:
             filling = _Filling()
             self._fill(filling, group, memory)
             return self._close(filling, memory)
-        digests = [(piece.spec, self._digest(piece)) for piece in group]
+        digests = [(piece.spec, self._digest(piece, digest_partial)) for piece in group]
         flat = laid_flat([piece.payload for piece in group]).to(self.device)
         return self._packed(flat, digests)
 
@@ -138,14 +138,20 @@ class Packer:
                 flat = self._new(flat.numel()).copy_(flat)
         return Packed(flat, tuple(specs), digests)
 
-    def _digest(self, piece: Piece) -> str | Tensor:
-        """A partial one, perhaps not computed yet, of what has none."""
+    def _copy(self, piece: Piece, place: Tensor) -> str | Tensor:
+        """To ``place``; its digest, or a partial one, perhaps not computed yet."""
+        if piece.digest is None:
+            return self._digest(piece, partial(digest_copy_, place))
+        place.copy_(piece.payload.detach(), non_blocking=True)
+        return piece.digest
+
+    def _digest(self, piece: Piece, compute: Callable[[Tensor], Tensor]) -> str | Tensor:
         if piece.digest is not None:
             return piece.digest
         start = time.perf_counter()
-        partial = digest_partial(piece.payload)
+        found = compute(piece.payload)
         self.digest_seconds += time.perf_counter() - start
-        return partial
+        return found
 
 
 _Digested = list[tuple[TensorSpec, str | Tensor]]
