@@ -1,14 +1,16 @@
 """The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
 
 Every tensor ends up whole on one of the stage's senders, those of a layer on the same one; layers
-take turns among them. No rank ever holds more than one bucket and, while it is gathered, one
-parameter of all expert ranks. Where files stack a layer's experts in one tensor, its sender also
-holds one such tensor, until its last expert is there. Ranks outside a sender's groups take no part
-in what it gathers.
+take turns among them. No rank ever holds more than one bucket, one parameter of all expert ranks,
+and what is on its way meanwhile: of the next parameters `_AHEAD_BYTES`, or the largest. Where files
+stack a layer's experts in one tensor, its sender also holds one such tensor, until its last expert
+is there. Ranks outside a sender's groups take no part in what it gathers.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from megarl.actor.setup import Parallel
 from megarl.models.mapping import mapping_for
 from megarl.models.spec import ModelSpec
 
+_AHEAD_BYTES = 2**24  # small parameters would each wait for a round trip between ranks
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
@@ -46,8 +49,8 @@ class MegatronWeights:
         groups.
         """
         stack = _Stack(self.experts)
-        for name, weight in self._stack_by_stack():
-            for full_name, shards in self._gather(name, _values(weight)):
+        for name, parts in _ahead(self._gathers(), _AHEAD_BYTES):
+            for full_name, shards in self._by_name(name, parts):
                 index = self.mapping.slice_of(full_name)
                 for hf, tensor in self.mapping.to_hf(full_name, shards):
                     if index is None:
@@ -67,19 +70,23 @@ class MegatronWeights:
         order = sorted(range(len(weights)), key=places.__getitem__)
         return [weights[i] for i in order]
 
-    def _gather(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """(global name, shards in tp or etp order). For an expert, one entry for each expert-
-        parallel rank.
+    def _gathers(self) -> Iterator["_Gather"]:
+        """Begun, of every parameter that this rank has a part in."""
+        for name, weight in self._stack_by_stack():
+            group = self._group_of(name)
+            ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
+            if sender in ranks:
+                yield _gather(name, _values(weight).contiguous(), ranks.index(sender), group)
+
+    def _by_name(
+        self, name: str, parts: list[torch.Tensor] | None
+    ) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """(global name, shards in tp or etp order), on the sender. For an expert, one entry for
+        each expert-parallel rank.
         """
-        expert = self.mapping.is_expert(name)
-        group = self.parallel.experts if expert else self.parallel.tp
-        ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
-        if sender not in ranks:
-            return
-        parts = _gathered(shard.contiguous(), ranks.index(sender), group)
         if parts is None:
             return
-        if not expert:
+        if not self.mapping.is_expert(name):
             yield name, parts
             return
         mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
@@ -87,35 +94,74 @@ class MegatronWeights:
             further = (ep - self.parallel.at.ep) * local_experts
             yield shift_expert(name, further), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
 
+    def _group_of(self, name: str) -> dist.ProcessGroup:
+        return self.parallel.experts if self.mapping.is_expert(name) else self.parallel.tp
+
     def _sender_of(self, name: str) -> int:
         """What is in no layer (embeddings, the output layer) is the last one's."""
         layer = _LAYER.search(name)
         return self.senders[int(layer[1]) % len(self.senders) if layer else -1]
 
 
-def _gathered(shard: torch.Tensor, to: int, group: dist.ProcessGroup) -> list[torch.Tensor] | None:
-    """All ranks' shards in rank order, on rank ``to`` of the group, whose own is not copied if the
-    backend lets it be; None elsewhere.
+@dataclass
+class _Gather:
+    """Of one parameter, under way. ``parts``: all ranks' shards in rank order, on the sender."""
+
+    name: str
+    parts: list[torch.Tensor] | None
+    works: list[dist.Work]
+    num_bytes: int  # that this rank gets or gives
+
+    def wait(self) -> list[torch.Tensor] | None:
+        for work in self.works:
+            work.wait()
+        return self.parts
+
+
+def _gather(name: str, shard: torch.Tensor, to: int, group: dist.ProcessGroup) -> _Gather:
+    """Begins to gather on rank ``to`` of the group; its own shard is not copied if the backend lets
+    it be.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if size == 1:
-        return [shard]
+        return _Gather(name, [shard], [], shard.nbytes)
     if dist.get_backend(group) != "gloo":
         parts = [torch.empty_like(shard) for _ in range(size)] if rank == to else None
         dist.gather(shard, parts, group_dst=to, group=group)
-        return parts
+        return _Gather(name, parts, [], shard.nbytes * size)
     # A gather over gloo lays all shards flat, and copies them out again.
     if rank != to:
-        dist.send(shard, group_dst=to, group=group)
-        return None
+        return _Gather(
+            name, None, [_begun(dist.isend(shard, group=group, group_dst=to))], shard.nbytes
+        )
     parts = [shard if k == rank else torch.empty_like(shard) for k in range(size)]
-    works = [
-        dist.irecv(part, group_src=k, group=group) for k, part in enumerate(parts) if k != rank
-    ]
-    for work in works:
-        assert work is not None  # this rank is in the group
-        work.wait()
-    return parts
+    others = [(k, part) for k, part in enumerate(parts) if k != rank]
+    works = [_begun(dist.irecv(part, group=group, group_src=k)) for k, part in others]
+    return _Gather(name, parts, works, shard.nbytes * len(others))
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group"
+    return work
+
+
+def _ahead(
+    gathers: Iterable[_Gather], num_bytes: int
+) -> Iterator[tuple[str, list[torch.Tensor] | None]]:
+    """(name, parts) in order, each when it is there; those behind it have begun, of up to
+    ``num_bytes`` together, and no more than the largest so far.
+    """
+    under_way: deque[_Gather] = deque()
+    size = largest = 0
+    for gather in gathers:
+        under_way.append(gather)
+        size, largest = size + gather.num_bytes, max(largest, gather.num_bytes)
+        while size > min(num_bytes, largest):
+            first = under_way.popleft()
+            size -= first.num_bytes
+            yield first.name, first.wait()
+    for gather in under_way:
+        yield gather.name, gather.wait()
 
 
 def _values(weight: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ holds meanwhile, are of the size that the layout says. Ranks are those of real a
 1. A layer's weights, all of its experts included, are sent by one rank of the layer's stage;
    layers take turns among a stage's senders. What is in no layer is sent by a stage's last one.
 2. A sender holds at most two buckets and one parameter of all ranks that have a part of it: as it
-   was gathered (its own part is not copied), taken apart, and put together as files have it. A rank
-   that does not send holds nothing besides its model.
+   was gathered (not its own part of it) or is on its way, taken apart, and put together as files
+   have it. A rank that does not send holds nothing besides its model.
 """
 
 import re
