@@ -324,6 +324,7 @@ class Engine:
             source = self.model.open_folder(folder)  # if it is bad, nothing has happened
             if abort:
                 self._abort(None, "aborted by a load of weights")
+            self.receiver.begin()  # nothing of an update is being written from here on
             try:
                 self.model.load_folder(source)
             except Exception as error:
@@ -344,7 +345,11 @@ class Engine:
 
     def _digests(self) -> dict[str, str]:
         self.memory.require(WEIGHTS)
-        return self.receiver.digests()
+        try:
+            return self.receiver.digests()
+        except Exception as error:  # of a bucket that had been received
+            self._break(f"a weight update failed: {error}")
+            raise
 
     def _release(self, tags: frozenset[str]) -> None:
         if self.updating:

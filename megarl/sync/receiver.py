@@ -3,11 +3,13 @@ wherever their bytes come from.
 
 1. What does not fit is refused before a byte is received.
 2. A receive ends by its deadline. After a failure its group is closed: it cannot be used again.
-3. Fetching a bucket and taking it are two steps: one may be fetched while another is taken.
+3. A bucket is received when its bytes are here; it is written while the next one comes
+   (late_writes.py). Who asks for weights waits until they are written, and gets the error where one
+   could not be.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -17,8 +19,10 @@ import torch.distributed as dist
 
 from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights
+from megarl.protocols import Bucket
 from megarl.sync.delta import decode, is_sealed, unseal, whole
 from megarl.sync.group import join_group, leave_group
+from megarl.sync.late_writes import LateWrites
 from megarl.sync.shared_memory import Maps, Place
 from megarl.sync.stream import dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
@@ -33,15 +37,18 @@ class ModelReceiver:
         self.weights = weights
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # of the largest bucket so far
+        self._late = LateWrites()
+        self._coming: set[str] = set()  # received in this update, and perhaps not yet written
         self._maps = Maps()
 
     def digests(self) -> dict[str, str]:
         """Of what the last update wrote, read back; before the first, of what there is."""
+        self._late.settle()
         return self.weights.digests()
 
     def held(self) -> dict[str, str]:
         """Digests of what changes can be made to."""
+        self._late.rest()
         return self.weights.known()
 
     @property
@@ -82,51 +89,52 @@ class ModelReceiver:
 
     def begin(self) -> None:
         """Opens an update; one that was left open is given up, and everything must arrive anew."""
+        self._late.begin()
+        self._coming.clear()
         self._maps.forget()
         self.weights.begin()
 
     def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
-        """Takes part in the sender's broadcasts (group rank 0) and writes what arrives.
+        """Takes part in the sender's broadcasts (group rank 0) and writes what arrives, or begins
+        to.
 
         `flattened`: one broadcast of the whole bucket's bytes; otherwise one of every tensor.
         """
-        if flattened:
-            if not is_sealed(specs):
-                self.weights.check(specs)
-            self.take(specs, self.fetch(specs, group=group))
+        if not (flattened and is_sealed(specs)):
+            self._check(specs)
+        device = self._device(self._group(group)[1])
+        if not flattened:
+            tensors = [torch.empty(s.shape, dtype=dtype_of(s.dtype), device=device) for s in specs]
+            self._broadcasts(tensors, specs, group)
+            self._late.settle()
+            self._write([(s.name, t) for s, t in zip(specs, tensors, strict=True)])
             return
-        self.weights.check(specs)
-        _, backend, _ = self._group(group)
-        device = self._device(backend)
-        tensors = [torch.empty(s.shape, dtype=dtype_of(s.dtype), device=device) for s in specs]
-        self._broadcasts(tensors, specs, group)
-        for spec, tensor in zip(specs, tensors, strict=True):
-            self.weights.write(spec.name, tensor)
+        size = num_bytes(specs)
+        if device.type != "cpu":
+            self.take(
+                specs, self.fetch(specs, group, torch.empty(size, dtype=torch.uint8, device=device))
+            )
+            return
+        flat = self.fetch(specs, group, self._late.buffer(size))
+        what = f"weight group {group!r}: {len(specs)} tensors from {specs[0].name} on"
+        self._late.write(self._taking(specs, flat), what)
 
     def receive_shared(self, specs: Sequence[TensorSpec], place: Mapping[str, Any]) -> None:
         """Takes what lies at the beginning of another process's memory: the JSON of a
         ``shared_memory.Place``.
         """
         if not is_sealed(specs):
-            self.weights.check(specs)
+            self._check(specs)
         where, size = Place.of_json(place), num_bytes(specs)
         if size > where.num_bytes:
             raise SyncError(f"{len(specs)} tensors have {size} bytes, the memory {where.num_bytes}")
         self.take(specs, self._maps.read(where)[:size])
 
-    def fetch(
-        self, specs: Sequence[TensorSpec], *, group: str, into: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The bytes of a flat bucket from the group's sender, u8 [bytes]. They lie in ``into``, u8
-        of as many or more, or where the next fetch overwrites them.
+    def fetch(self, specs: Sequence[TensorSpec], group: str, into: torch.Tensor) -> torch.Tensor:
+        """The bytes of a flat bucket from the group's sender, u8 [bytes]: they lie in ``into``, u8
+        of as many or more.
         """
-        _, backend, _ = self._group(group)
-        size, device = num_bytes(specs), self._device(backend)
-        if into is None:
-            if self._buffer.numel() < size or self._buffer.device != device:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            into = self._buffer
-        flat = into[:size]
+        flat = into[: num_bytes(specs)]
         self._broadcasts([flat], specs, group)
         return flat
 
@@ -134,15 +142,32 @@ class ModelReceiver:
         """Writes a flat bucket, u8 [bytes], which may change afterwards, or what changed, if it is
         one of changes. Raises SyncError for one that does not fit; then nothing is written.
         """
+        self._late.settle()
+        self._taking(specs, flat)()
+
+    def _taking(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> Callable[[], None]:
+        """What writes it, with nothing left to refuse; it is not to be received again."""
+        write: Callable[[], None]
         if is_sealed(specs):
-            self._change(unseal(flat, specs))
-            return
+            pieces = unseal(flat, specs)
+            specs = [spec for spec, _ in pieces]
+            write = partial(self._change, pieces)
+        else:
+            write = partial(self._write, unflatten(flat, specs))
+        self._check(specs)
+        self._coming.update(spec.name for spec in specs)
+        return write
+
+    def _check(self, specs: Sequence[TensorSpec]) -> None:
         self.weights.check(specs)
-        for name, tensor in unflatten(flat, specs):
+        if again := [spec.name for spec in specs if spec.name in self._coming]:
+            raise SyncError(f"weights: {again[0]} was received already in this update")
+
+    def _write(self, tensors: Bucket) -> None:
+        for name, tensor in tensors:
             self.weights.write(name, tensor)
 
     def _change(self, pieces: Sequence[tuple[TensorSpec, torch.Tensor]]) -> None:
-        self.weights.check([spec for spec, _ in pieces])
         for spec, payload in pieces:
             if spec.name in self.weights.held:
                 self.weights.change(spec.name, partial(decode, spec, payload))
@@ -150,9 +175,10 @@ class ModelReceiver:
                 self.weights.write(spec.name, whole(spec, payload))
 
     def end(self) -> None:
-        """Closes the update. Raises SyncError when a weight has not been received."""
-        if self._buffer.device.type != "cpu":
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # sampling needs the memory
+        """Closes the update. Raises SyncError when a weight has not been received, or could not be
+        written.
+        """
+        self._late.settle()
         self._maps.forget()
         self.weights.end()
 

@@ -1,6 +1,7 @@
 """Received tensors in a live transformers module, against what save_pretrained writes to files."""
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +102,10 @@ class Pushed:
 class Pair:
     """A receiver in a group with the sender."""
 
-    def __init__(self, sent: Pushed, timeout_s: float = 20.0) -> None:
-        self.receiver = ModelReceiver(LiveWeights(tiny(0)), timeout_s=timeout_s)
+    def __init__(
+        self, sent: Pushed, timeout_s: float = 20.0, weights: LiveWeights | None = None
+    ) -> None:
+        self.receiver = ModelReceiver(weights or LiveWeights(tiny(0)), timeout_s=timeout_s)
         self._sent = sent
         self.name = f"group{next(COUNTER)}"
         port = sent.sender.open(self.name)
@@ -144,7 +147,7 @@ def test_buckets_may_be_fetched_before_others_are_taken(pair: Pair, sent: Pushed
     for bucket in bucketize(sent.tensors.items(), 10_000):
         sent.sender.send([name for name, _ in bucket], flattened=True)
         specs, room = specs_of(bucket), torch.empty(20_000, dtype=torch.uint8)
-        flat = pair.receiver.fetch(specs, group=pair.name, into=room)
+        flat = pair.receiver.fetch(specs, pair.name, room)
         assert flat.data_ptr() == room.data_ptr()
         fetched.append((specs, flat))
     assert len(fetched) > 2 and pair.receiver.digests() == {}
@@ -169,6 +172,68 @@ def test_a_bucket_that_does_not_fit_is_not_taken_at_all(pair: Pair, sent: Pushed
         pair.receiver.take(specs_of([good]), flatten([good])[:-4])
     assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
     assert pair.receiver.digests() == {}
+
+
+class Waiting(LiveWeights):
+    """Writes nothing until it may."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__(module)
+        self.may = threading.Event()
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        assert self.may.wait(20.0)
+        super().write(name, tensor)
+
+
+def test_a_bucket_is_received_while_the_one_before_is_written(sent: Pushed) -> None:
+    weights = Waiting(tiny(0))
+    pair = Pair(sent, weights=weights)
+    before = {name: tensor.clone() for name, tensor in weights.held.items()}
+    buckets = [[name for name, _ in b] for b in bucketize(sent.tensors.items(), 3000)]
+    pair.receiver.begin()
+    for names in buckets[:2]:
+        pair.send(names)
+    assert all(torch.equal(weights.held[name], tensor) for name, tensor in before.items())
+    for name in (buckets[0][0], buckets[1][0]):  # as though they were written
+        spec = specs_of([(name, sent.tensors[name])])
+        with pytest.raises(SyncError, match=f"{name} was received already"):
+            pair.receiver.receive(spec, group=pair.name, flattened=True)
+    weights.may.set()
+    for names in buckets[2:]:
+        pair.send(names)
+    assert pair.receiver.digests() == {n: digest(t) for n, t in sent.tensors.items()}
+    pair.receiver.end()
+    for name, tensor in sent.tensors.items():
+        assert torch.equal(weights.held[name], tensor), name
+    pair.receiver.close()
+    sent.sender.shut()
+
+
+def test_a_bucket_that_cannot_be_written_fails_the_update_and_no_other(
+    pair: Pair, sent: Pushed
+) -> None:
+    held = pair.receiver.weights.held
+    good, held[DOWN] = held[DOWN], torch.zeros(()).expand(16, 12)  # all one number
+    names = ["lm_head.weight", DOWN]
+    pair.receiver.begin()
+    pair.send(names)
+    message = f"'{pair.name}': 2 tensors from {names[0]} on could not be written: .*single memory"
+    norm = specs_of([("model.norm.weight", sent.tensors["model.norm.weight"])])
+    for call in (
+        pair.receiver.digests,
+        lambda: pair.receiver.receive(norm, group=pair.name, flattened=True),
+        pair.receiver.end,
+    ):
+        with pytest.raises(SyncError, match=message):
+            call()
+    known = pair.receiver.held()  # may be asked all the same: it is how the next push begins
+    assert known == {names[0]: digest(sent.tensors[names[0]])}
+    held[DOWN] = good
+    pair.receiver.begin()
+    pair.send(sent.tensors)
+    pair.receiver.end()
+    assert pair.receiver.digests() == {n: digest(t) for n, t in sent.tensors.items()}
 
 
 def test_what_was_not_received_is_named(pair: Pair, sent: Pushed) -> None:
