@@ -13,8 +13,9 @@ raw    that without the copies.
 
 They take turns, in one run, in processes that wait while it is another's turn. ``vs_raw_broadcast``
 is the median time of the floor by that of pushes, so 1 is a push that costs nothing beyond moving
-and copying its bytes. ``verify_share``: of the push, what digests on the slowest sender and the
-wait for servers' digests take, though most of it is beside the sending. ``stall_seconds``: servers
+and copying its bytes. ``verify_share``: of the push, the wait for servers' digests, and what the
+slowest sender needs to digest: its passes that digest and copy, less what the floor needs to copy
+as much. ``verify_share_with_copies``: the passes as they are. ``stall_seconds``: servers
 sample nothing. ``cpu_seconds``: of all processes together; where all cores are busy, they
 by the number of cores are the least time there is.
 """
@@ -253,7 +254,7 @@ def summary(
         "fewest_calls": sum(math.ceil(sum(found["sizes"]) / bucket) for found in first),
         "vs_raw_broadcast": median["floor"] / median["push"],
         "vs_raw_alone": median["raw"] / median["push"],
-        "verify_share": statistics.median(r["verify_seconds"] / r["seconds"] for r in receipts),
+        **verification(pushes, samples["floor"]),
         "stall_seconds": statistics.median(r["stall_seconds"] for r in receipts),
         "gigabytes_per_second": {side: num_bytes / of / 1e9 for side, of in median.items()},
         "median_seconds": median,
@@ -273,6 +274,24 @@ def summary(
     }
 
 
+def verification(
+    pushes: list[list[dict[str, Any]]], floors: list[list[dict[str, Any]]]
+) -> dict[str, float]:
+    copies = statistics.median(max(found.get("copy_seconds", 0.0) for found in f) for f in floors)
+    shares, with_copies = [], []
+    for everyone in pushes:
+        receipt = everyone[0]["receipt"]
+        passes = max(found["digest_seconds"] for found in everyone)
+        confirm = receipt["verify_seconds"] - passes
+        shares.append((max(passes - copies, 0.0) + confirm) / receipt["seconds"])
+        with_copies.append(receipt["verify_seconds"] / receipt["seconds"])
+    return {
+        "verify_share": statistics.median(shares),
+        "verify_share_with_copies": statistics.median(with_copies),
+        "copy_seconds": copies,
+    }
+
+
 def show(found: dict[str, Any]) -> None:
     case = ", ".join(f"{name} {value}" for name, value in found["case"].items())
     size = f"{found['bytes'] / 1e9:.2f} GB, {found['tensors']} tensors"
@@ -284,7 +303,9 @@ def show(found: dict[str, Any]) -> None:
         print(f"{side:6} {seconds:7.3f} s {rate:6.2f} GB/s  CPU {cpu:.2f} s  ({rounds})")
     alone = f"without copies {found['vs_raw_alone']:.2f}"
     print(f"vs_raw_broadcast {found['vs_raw_broadcast']:.2f}, {alone}")
-    print(f"verify_share {found['verify_share']:.1%}, stall {found['stall_seconds']:.3f} s")
+    beside = f"with its copies {found['verify_share_with_copies']:.1%}"
+    stall = f"stall {found['stall_seconds']:.3f} s"
+    print(f"verify_share {found['verify_share']:.1%}, {beside}, {stall}")
     print(f"gather {found['gather_seconds']:.3f} s, send {found['send_seconds']:.3f} s")
     print(f"calls {found['calls']} ({found['fewest_calls']} buckets' worth)")
     peaks = [f"{peak / found['bucket_bytes']:.2f}" for peak in found["peak_bytes"]]

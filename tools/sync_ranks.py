@@ -71,21 +71,23 @@ class Floor:
         self._bucket = torch.ones(bucket, dtype=torch.uint8)
         self._region = torch.ones(max(region, bucket), dtype=torch.uint8)
 
-    def __call__(self, sizes: Sequence[int], copies: bool) -> float:
-        """Seconds until all ends are through."""
-        start, at = time.perf_counter(), 0
+    def __call__(self, sizes: Sequence[int], copies: bool) -> tuple[float, float]:
+        """Seconds until all ends are through, and of these what copies took here."""
+        start, at, copying = time.perf_counter(), 0, 0.0
         for size in sizes:
             if at + size > len(self._region):
                 at = 0
             here, there = self._bucket[:size], self._region[at : at + size]
             if copies and self._sends:
+                before = time.perf_counter()
                 here.copy_(there)
+                copying += time.perf_counter() - before
             dist.broadcast(here, group=self._group, group_src=0)
             if copies and not self._sends:
                 there.copy_(here)
             at += size
         self._group.barrier().wait()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, copying
 
 
 def receiver(
@@ -102,7 +104,7 @@ def receiver(
             futures = [
                 pool.submit(floor, of, copies) for floor, of in zip(floors, sizes, strict=True)
             ]
-            seconds = max(future.result() for future in futures)
+            seconds = max(future.result()[0] for future in futures)
             return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
 
         answering(pipe, {"floor": receive})
@@ -178,11 +180,13 @@ class Pushing:
         dist.barrier(self.parallel.host)
         start, cpu = time.perf_counter(), time.process_time()
         cpus = [cpu_seconds(pid) for pid in self.pids]
+        digests = self.transport._packer.digest_seconds
         done = self.transport.push(version, self.sinks)
         assert not done.lost, done.lost
         found: dict[str, Any] = {
             "seconds": time.perf_counter() - start,
             "cpu_seconds": time.process_time() - cpu,
+            "digest_seconds": self.transport._packer.digest_seconds - digests,
             "gather_seconds": self.source.seconds,
             "send_seconds": self.carrier.seconds,
             "sizes": self.carrier.sizes,
@@ -202,8 +206,9 @@ class Pushing:
     def floor(self, sizes: Sequence[int], copies: bool) -> dict[str, Any]:
         dist.barrier(self.parallel.host)
         cpu = time.process_time()
-        seconds = 0.0 if self.raw is None else self.raw(sizes, copies)
-        return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu}
+        seconds, copying = (0.0, 0.0) if self.raw is None else self.raw(sizes, copies)
+        used = time.process_time() - cpu
+        return {"seconds": seconds, "copy_seconds": copying, "cpu_seconds": used}
 
 
 @dataclass

@@ -30,8 +30,9 @@ class TensorSpec:
 class SyncReceipt:
     """Proof of one weight push: what the trainer sent and every server confirmed before it sampled
     again. ``calls``: buckets announced to a server. ``stall_seconds``: from the servers' pause
-    until they go on. ``verify_seconds``: what digests took on one end and their comparison
-    together, though some of that was beside the sending.
+    until they go on. ``verify_seconds``: what digests took on one end (on a CPU with the copies
+    that are made in the same pass) and their comparison together, though some of that was beside
+    the sending.
     """
 
     version: int

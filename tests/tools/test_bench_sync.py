@@ -37,7 +37,8 @@ def test_a_tiny_measurement_tells_what_it_is_to_tell(tmp_path: Path) -> None:
     assert sum(found["bytes_by_sender"]) == found["bytes"]
     assert min(found["bytes_by_sender"]) > 0.4 * found["bytes"]
     assert found["fewest_calls"] <= found["calls"] <= 2 * found["fewest_calls"]
-    assert 0 < found["verify_share"] < 1
+    assert 0 < found["verify_share"] <= found["verify_share_with_copies"] < 1
+    assert 0 < found["copy_seconds"] < found["median_seconds"]["floor"]
     median = found["median_seconds"]
     assert found["stall_seconds"] <= median["push"]
     assert found["vs_raw_broadcast"] == median["floor"] / median["push"]
