@@ -43,9 +43,6 @@ def _one_machine(config: Config) -> Iterator[Problem]:
 
 def _folder(config: Config) -> Iterator[Problem]:
     folder = config.sync.folder
-    if config.rollout.engine == "sglang":
-        accepted = "broadcast or colocated: SGLang does not say yet what it has read from a folder"
-        yield Problem("sync.transport", "disk with rollout.engine=sglang", accepted)
     if config.sync.delta:
         accepted = "false, or broadcast or colocated: a folder holds whole weights"
         yield Problem("sync.delta", "true with sync.transport=disk", accepted)

@@ -31,7 +31,6 @@ WRONG = [
     Case([DISK, "sync.folder=HERE/model"], {"sync.folder": ["the folder of model.hf"]}),
     Case([DISK, "rollout.model=HERE/served", "sync.folder=HERE/served"],
          {"sync.folder": ["the folder of rollout.model"], "rollout.model": ["does not exist"]}),
-    Case([DISK, *SGLANG], {"sync.transport": ["disk with rollout.engine=sglang", "colocated"]}),
     Case([DISK, "sync.delta=true"], {"sync.delta": ["sync.transport=disk", "whole weights"]}),
     Case([DISK, "sync.folder=HERE/prompts.jsonl/x"],
          {"sync.folder": ["prompts.jsonl is a file", "a folder that servers share"]}),

@@ -1,4 +1,6 @@
-"""Pushes to a real SGLang server by a way that is not process groups: handles of shared memory."""
+"""Pushes to a real SGLang server by the ways that are not process groups: handles of shared memory,
+and folders.
+"""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -23,9 +25,14 @@ pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(1500)]
 SMALL = {"max_bytes": 100_000}  # several buckets
 
 
-@pytest.fixture
-def way() -> dict[str, Any]:
-    return {"handles": True, **SMALL}
+@pytest.fixture(params=["handles", "disk"])
+def way(request: pytest.FixtureRequest, tiny_models: Models, tmp_path: Path) -> dict[str, Any]:
+    if request.param == "handles":
+        return {"handles": True, **SMALL}
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "served").symlink_to(tiny_models.a)
+    return {"folder": folder, **SMALL}
 
 
 @pytest.fixture
