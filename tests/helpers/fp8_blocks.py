@@ -94,3 +94,21 @@ def quantised(source: Path, out: Path, block: tuple[int, int] = (16, 24)) -> tup
 def edit_config(folder: Path, **values: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
+def plain_values(folder: Path, out: Path) -> Path:
+    """The model that a folder in FP8 stands for, in fp32."""
+    out.mkdir()
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors":
+            (out / file.name).write_bytes(file.read_bytes())
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    scales = {n.removesuffix("_scale_inv"): tensors.pop(n) for n in list(tensors) if "_inv" in n}
+    for name, its_scales in scales.items():
+        codes = tensors[name].view(torch.uint8).numpy()
+        tensors[name] = torch.from_numpy(by_entry(codes, its_scales, (128, 128)))
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_tiny_model
 from tests.helpers.families import reference_logprobs, save_model, wide
-from tests.helpers.fp8_blocks import by_entry, raw_header
+from tests.helpers.fp8_blocks import plain_values, raw_header
 from tests.helpers.samples import random_samples
 from tests.helpers.tools import tool
 from tests.sglang.protocol import PROMPT, ok, prompt_logprobs
@@ -46,24 +45,6 @@ CASES = [  # options of make_tiny_model, exclusions, modules that stay plain bes
         | {"model.layers.2.mlp.experts"},
     ),
 ]
-
-
-def plain_values(folder: Path, out: Path) -> Path:
-    """The model that a folder in FP8 stands for, in fp32."""
-    out.mkdir()
-    for file in folder.iterdir():
-        if file.suffix != ".safetensors":
-            (out / file.name).write_bytes(file.read_bytes())
-    config = json.loads((out / "config.json").read_text())
-    del config["quantization_config"]
-    (out / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
-    scales = {n.removesuffix("_scale_inv"): tensors.pop(n) for n in list(tensors) if "_inv" in n}
-    for name, its_scales in scales.items():
-        codes = tensors[name].view(torch.uint8).numpy()
-        tensors[name] = torch.from_numpy(by_entry(codes, its_scales, (128, 128)))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
 
 
 @pytest.mark.parametrize(

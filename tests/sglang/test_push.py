@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.control import ServerControl
+from megarl.rollout.probe import Probe
 from megarl.types import Push
 from tests.helpers.dist import WorkerPool
 from tests.sglang.conftest import Models
@@ -36,7 +37,10 @@ def beside(tiny_models: Models, tmp_path: Path) -> Iterator[Server]:
 
 
 def described(server: Endpoint) -> dict[str, Any]:
-    return {"name": "sglang", "url": server.url, "key": server.key, "boot": "1"}
+    """One that has to prove itself to every trainer."""
+    software = Probe(server.url, server.key).identity().version
+    about = {"name": "sglang", "boot": "1", "software": software}
+    return {"url": server.url, "key": server.key, **about}
 
 
 def push(

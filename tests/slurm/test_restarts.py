@@ -128,7 +128,7 @@ def test_a_stop_is_no_failure_that_restarts(
     job = cluster.start(
         *["c.yaml"], script=script, STATUS="1", RESTARTS="5", SERVERS="1", SECONDS_OF_TRAINING="1"
     )
-    while not cluster.calls("torch.distributed.run"):
+    while not (cluster.calls("torch.distributed.run") and cluster.calls("servers")):
         time.sleep(0.05)
     job.send_signal(number)
     assert job.wait(20) == 128 + number

@@ -93,7 +93,12 @@ def started(model: Path, folder: Path, max_running: int = 2) -> Iterator[Server]
 
 @contextmanager
 def several(
-    model: Path, folder: Path, count: int, max_running: int = 2, context_length: int = 32
+    model: Path,
+    folder: Path,
+    count: int,
+    max_running: int = 2,
+    context_length: int = 32,
+    dtype: str = "fp32",
 ) -> Iterator[list[Server]]:
     """Forked from a process that has imported everything already."""
     _FORKS.set_forkserver_preload(["megarl.serve", "transformers.models.qwen3_moe"])
@@ -105,6 +110,7 @@ def several(
         for k in range(count):
             options = {"key_file": key, "ready_file": folder / f"server_{k}.json"}
             options |= {"max_running": max_running, "context_length": context_length}
+            options["dtype"] = dtype
             log = folder / f"server_{k}.log"
             target = functools.partial(_serve, log, model, parent_pid=os.getpid(), **options)
             processes.append(_FORKS.Process(target=target, daemon=True))

@@ -38,9 +38,16 @@ class Watched(ServerControl):
     """
 
     def __init__(
-        self, url: str, key: str, name: str, boot: str, blow: Blow | None, ranks: int = 1
+        self,
+        url: str,
+        key: str,
+        name: str,
+        boot: str,
+        blow: Blow | None,
+        ranks: int = 1,
+        software: str = "",
     ) -> None:
-        super().__init__(url, key, name, boot=boot, ranks=ranks)
+        super().__init__(url, key, name, boot=boot, ranks=ranks, version=software)
         self.key, self.blow = key, blow
         self.seen: list[tuple[str, str, str]] = []  # what succeeded
         self._begun: list[str] = []
@@ -57,12 +64,15 @@ class Watched(ServerControl):
 
     def version(self) -> str:
         """ "gone" for a server that does not answer."""
-        return str(self.state().get("weight_version"))
+        return str(self._told("/model_info").get("weight_version"))
 
     def state(self) -> dict[str, Any]:
         """What it says of itself."""
+        return self._told("/server_info")
+
+    def _told(self, path: str) -> dict[str, Any]:
         bearer = {"Authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(f"{self.url}/server_info", headers=bearer)
+        request = urllib.request.Request(f"{self.url}{path}", headers=bearer)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(request, timeout=1) as response:
