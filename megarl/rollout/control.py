@@ -111,6 +111,11 @@ def _unproven(reply: Mapping[str, Any]) -> str:
     )
 
 
+def _named(rank: Mapping[str, str]) -> dict[str, str]:
+    """Digests by name, of what a rank says."""
+    return {name: found for name, found in rank.items() if not name.startswith("megarl:")}
+
+
 def _of_all(ranks: Sequence[Mapping[str, Any]], key: str) -> list[str]:
     """The names that all ranks list there."""
     listed = [set(json.loads(rank.get(key, "[]"))) for rank in ranks]
@@ -245,7 +250,20 @@ class ServerControl:
             self._open = bool(payload.get("session", True))
         elif op in ("compare", "commit"):
             self._open = False if op == "compare" else None
-        return self._digests(reply) if op in ("digest", "held") else reply
+        if op == "held":
+            return self._held(reply)
+        return self._digests(reply) if op == "digest" else reply
+
+    def _held(self, reply: Mapping[str, Any]) -> dict[str, Any]:
+        """As `_digests`, but of SGLang what all ranks hold alike and not all have dropped."""
+        if isinstance(reply.get("digests"), dict):
+            return self._digests(reply)
+        told = self._ranks(reply)
+        dropped = _of_all(told, "megarl:dropped")
+        first, *others = (_named(rank) for rank in told)
+        held = {n: d for n, d in first.items() if all(other.get(n) == d for other in others)}
+        digests = {n: d for n, d in held.items() if n not in dropped}
+        return {"digests": digests, "digest_seconds": 0.0}
 
     def _digests(self, reply: Mapping[str, Any]) -> dict[str, Any]:
         """{"digests": by name, "digest_seconds": of the rank that took longest}: the embedded
@@ -256,15 +274,10 @@ class ServerControl:
         if isinstance(reply.get("digests"), dict):
             seconds = float(reply.get("digest_seconds", 0.0))
             return {"digests": reply["digests"], "digest_seconds": seconds}
-        told = [dict(rank.get("checksums") or {}) for rank in reply.get("ranks", ())]
-        if not told or any("megarl:dropped" not in rank for rank in told):
-            raise ServerError(
-                f"{self.name}: found no weight digests in the reply; expected: one for every "
-                f"tensor (an SGLang server needs megarl's plugin, version {PLUGIN_VERSION})"
-            )
+        told = self._ranks(reply)
         dropped = _of_all(told, "megarl:dropped")
         seconds = max(float(rank["megarl:seconds"]) for rank in told)
-        told = [{n: d for n, d in r.items() if not n.startswith("megarl:")} for r in told]
+        told = [_named(rank) for rank in told]
         if any(rank != told[0] for rank in told):
             raise ServerError(f"{self.name}: its {len(told)} ranks received different weights")
         if dropped:
@@ -273,6 +286,15 @@ class ServerControl:
                 f"that it received: {dropped[:5]}; SGLang skips such names in silence"
             )
         return {"digests": told[0], "digest_seconds": seconds}
+
+    def _ranks(self, reply: Mapping[str, Any]) -> list[dict[str, str]]:
+        told = [dict(rank.get("checksums") or {}) for rank in reply.get("ranks", ())]
+        if not told or any("megarl:dropped" not in rank for rank in told):
+            raise ServerError(
+                f"{self.name}: found no weight digests in the reply; expected: one for every "
+                f"tensor (an SGLang server needs megarl's plugin, version {PLUGIN_VERSION})"
+            )
+        return told
 
     async def _run(
         self, op: str, calls: tuple[Call, ...], payload: Mapping[str, Any], timeout_s: float

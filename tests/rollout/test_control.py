@@ -89,27 +89,61 @@ def ranks(
     ],
 )
 def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) -> None:
-    async def check() -> None:
+    if isinstance(expected, dict):
+        longest = 2.5 if "ranks" in reply and "2.5" in str(reply) else 0.0
+        assert answered("digest", reply) == {"digests": expected, "digest_seconds": longest}
+    else:
+        with pytest.raises(ServerError, match=expected):
+            answered("digest", reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ({"digests": {"a": "1"}}, {"a": "1"}),
+        (ranks({"a": "1", "b": "2"}), {"a": "1", "b": "2"}),
+        (ranks({}, {}), {}),
+        (ranks({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "3"}), {"a": "1"}),
+        (ranks({"a": "1"}, {"a": "1", "b": "2"}), {"a": "1"}),
+        (
+            ranks({"a": "1", "b": "2"}, {"a": "1", "b": "2"}, dropped=[["a", "b"], ["b"]]),
+            {"a": "1"},
+        ),
+        ({"ranks": [{"checksums": {"megarl:error": "torn"}}]}, "rank 0: torn"),
+        ({"ranks": [{"checksums": {"a": "1"}}]}, "no weight digests.*plugin"),
+        ({"success": True}, "no weight digests"),
+    ],
+)
+def test_a_server_holds_what_all_its_ranks_hold_alike_and_not_all_have_dropped(
+    reply: dict[str, Any], expected: Any
+) -> None:
+    if isinstance(expected, dict):
+        assert answered("held", reply)["digests"] == expected
+    else:
+        with pytest.raises(ServerError, match=expected):
+            answered("held", reply)
+
+
+def answered(op: str, reply: dict[str, Any]) -> dict[str, Any]:
+    """What an operation makes of a server's reply to /weights_checker."""
+
+    async def check() -> dict[str, Any]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            assert await request.json() == {"action": "digest", "selector": "target"}
+            assert await request.json() == {"action": op, "selector": "target"}
             return web.json_response(reply)
 
         app = web.Application()
         app.router.add_post("/weights_checker", handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
-        if isinstance(expected, dict):
-            got = await asyncio.to_thread(control.control, "digest", {}, 5)
-            longest = 2.5 if "ranks" in reply and "2.5" in str(reply) else 0.0
-            assert got == {"digests": expected, "digest_seconds": longest}
-        else:
-            with pytest.raises(ServerError, match=expected):
-                await asyncio.to_thread(control.control, "digest", {}, 5)
-        await runner.cleanup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
+            return await asyncio.to_thread(control.control, op, {}, 5)
+        finally:
+            await runner.cleanup()
 
-    asyncio.run(check())
+    return asyncio.run(check())
 
 
 def unwritten(*names: list[str]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def beside(tiny_models: Models, tmp_path: Path) -> Iterator[Server]:
 
 def described(server: Endpoint) -> dict[str, Any]:
     """One that has to prove itself to every trainer."""
-    software = Probe(server.url, server.key).identity().version
-    about = {"name": "sglang", "boot": "1", "software": software}
+    version = Probe(server.url, server.key).identity().version
+    about = {"name": "sglang", "boot": "1", "version": version}
     return {"url": server.url, "key": server.key, **about}
 
 

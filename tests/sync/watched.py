@@ -45,9 +45,9 @@ class Watched(ServerControl):
         boot: str,
         blow: Blow | None,
         ranks: int = 1,
-        software: str = "",
+        version: str = "",
     ) -> None:
-        super().__init__(url, key, name, boot=boot, ranks=ranks, version=software)
+        super().__init__(url, key, name, boot=boot, ranks=ranks, version=version)
         self.key, self.blow = key, blow
         self.seen: list[tuple[str, str, str]] = []  # what succeeded
         self._begun: list[str] = []

@@ -45,13 +45,19 @@ always for files. A snapshot has 16 characters a parameter.
 import json
 import pkgutil
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+import torch.distributed as dist
+
 from . import proof
 from .digests import tensor_digest, torch_partial
+from .envelope import DeltaError
 from .excuses import dropped
 from .records import Record, watched
+from .shadow import DEADLINE_S, Shadow
 
 VERSION = "0.3.0"
 
@@ -60,6 +66,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()  # by model runner
 _snapshots: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+_shadow = Shadow()
 
 
 def activate() -> None:
@@ -93,6 +100,8 @@ def _load(load: Callable[..., Any], updater: Any, *args: Any, **options: Any) ->
         record.begin(updater.get_model())
     try:
         success, message = load(updater, *args, **options)
+    except DeltaError as error:  # SGLang would end for it, where tensors are in the request
+        success, message = False, str(error)
     except BaseException:
         record.fail()
         raise
@@ -129,12 +138,22 @@ def _check(
 def _digest(runner: Any, record: Record) -> dict[str, str]:
     if record.digests is None:
         raise RuntimeError("there was no weight update yet, or the last one failed")
+    return record.digests | _told(runner, record)
+
+
+def _held(runner: Any, record: Record) -> dict[str, str]:
+    """Collective, as SGLang's own gathering of the replies is."""
+    group = get_group()
+    _shadow.agree(dist.get_rank(group), lambda numbers: exchange(numbers, group))
+    return _shadow.digests | _told(runner, record)
+
+
+def _told(runner: Any, record: Record) -> dict[str, str]:
     drafts = None
     if not runner.spec_algorithm.is_none():
         drafts = [r for other, r in _records.items() if other.is_draft_worker]
     lost = dropped(runner.model, record, drafts)
-    more = {"megarl:dropped": json.dumps(lost), "megarl:seconds": f"{record.seconds:.6f}"}
-    return record.digests | more
+    return {"megarl:dropped": json.dumps(lost), "megarl:seconds": f"{record.seconds:.6f}"}
 
 
 def _snapshot(runner: Any, record: Record) -> dict[str, str]:
@@ -159,7 +178,12 @@ def _require_closed(record: Record) -> None:
         raise RuntimeError("a weight update is open; end it first")
 
 
-_ANSWERS = {"digest": _digest, "digest_snapshot": _snapshot, "digest_compare": _compare}
+_ANSWERS = {
+    "digest": _digest,
+    "held": _held,
+    "digest_snapshot": _snapshot,
+    "digest_compare": _compare,
+}
 
 
 def _state(get_state: Callable[..., Any], scheduler: Any, request: Any) -> Any:
@@ -178,7 +202,26 @@ def _hooked(target: str) -> bool:
 
 
 def _record(runner: Any) -> Record:
-    return _records.setdefault(runner, Record())
+    return _records.setdefault(runner, Record(_shadow))
+
+
+def get_group() -> dist.ProcessGroup:
+    """Of this server's tensor-parallel ranks, for host memory."""
+    from sglang.srt.distributed import get_tp_group
+
+    group: dist.ProcessGroup = get_tp_group().cpu_group
+    return group
+
+
+def exchange(
+    numbers: list[int], group: dist.ProcessGroup, deadline_s: float = DEADLINE_S
+) -> list[list[int]]:
+    """As many of each rank, in order. Raises RuntimeError where one does not take part."""
+    mine = torch.tensor(numbers)
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(told, mine, group=group, async_op=True)
+    work.wait(timedelta(seconds=deadline_s))
+    return [each.tolist() for each in told]
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {

@@ -1,28 +1,32 @@
 """What a model was given in a weight update, and what became of it."""
 
 import hashlib
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .digests import finish, partial
+from .envelope import is_sealed, unseal
 from .lineage import Watch, unseen
+from .shadow import Shadow
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Specs = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
-_AHEAD = 32  # tensors digested ahead of the model's reading: a GPU is waited for once in so many
+# Digested ahead of the model's reading: a GPU is waited for once in so many tensors or bytes.
+_AHEAD, _BYTES_AHEAD = 32, 2**28
 _UNSET: Any = object()
 
 
 class Record:
     """Of one model: its update in progress, or its last one. All is empty if `digests` is None:
-    there was no update yet, or the last one failed.
+    there was no update yet, or the last one failed. `shadow`: for buckets of changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shadow: Shadow | None = None) -> None:
+        self._shadow = Shadow() if shadow is None else shadow
         self.digests: dict[str, str] | None = None  # of what the model took, by name, as it came
         self.taken: set[str] = set()  # names of which bytes were written into the model
         self.written: set[str] = set()  # what they were written to, under the model's names
@@ -39,6 +43,7 @@ class Record:
     def begin(self, model: torch.nn.Module) -> None:
         """From now on every load goes through `_load`. What there was is forgotten."""
         self.end()
+        self._shadow.begin()
         self.digests, self.seconds = {}, 0.0
         self.taken, self.written = set(), set()
         self._seen, self._used = {key: self._seen[key] for key in self._used}, set()
@@ -58,6 +63,7 @@ class Record:
         if self._hidden is not _UNSET:
             self._model.load_weights = self._hidden
         self._model, self._hidden = None, _UNSET
+        self._shadow.end()
 
     def fail(self) -> None:
         """Nobody knows what the model is now."""
@@ -76,25 +82,44 @@ class Record:
         the same ones in the same order is watched once, and then known for as long as every update
         has it.
         """
-        key = _key(weights) if isinstance(weights, list | tuple) else None
+        key, given, note = self._given(weights)
         if key is None or key not in self._seen:
             watch = Watch(model)
-            recorded = self._recorded(weights, watch.give)
+            recorded = self._recorded(given, note, watch.give)
             result = watching(watch, load_weights, recorded, *args, **options)
             seen = frozenset(watch.taken), frozenset(watch.written)
             if key is not None:
                 self._seen[key] = seen
         else:
             seen = self._seen[key]
-            result = load_weights(self._recorded(weights), *args, **options)
+            result = load_weights(self._recorded(given, note), *args, **options)
         if key is not None:
             self._used.add(key)
         self.taken |= seen[0]
         self.written |= seen[1]
         return result
 
+    def _given(
+        self, weights: NamedTensors
+    ) -> tuple[str | None, NamedTensors, Callable[[str, str], None]]:
+        """(What the load is known by, its tensors, who is told of each with its digest). Raises
+        DeltaError for changes that cannot be made.
+        """
+        if is_sealed(weights):
+            assert isinstance(weights, list | tuple)
+            envelope = unseal(weights)
+            specs = [(entry.name, entry.dtype, entry.shape) for entry in envelope.entries]
+            return _key(specs), self._shadow.receive(envelope, self), self._shadow.note
+        key = None
+        if isinstance(weights, list | tuple):
+            key = _key([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights])
+        return key, weights, lambda name, digest: self._shadow.void(name)
+
     def _recorded(
-        self, weights: NamedTensors, give: Callable[[str, torch.Tensor], None] = lambda n, t: None
+        self,
+        weights: NamedTensors,
+        note: Callable[[str, str], None],
+        give: Callable[[str, torch.Tensor], None] = lambda n, t: None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Passes the tensors on. Each is digested before the model gets it, for a loader may change
         it in place, and recorded only when the model takes it.
@@ -104,13 +129,18 @@ class Record:
             for name, tensor, digest in batch:
                 if self.digests is not None:
                     self.digests[name] = digest
+                note(name, digest)
                 give(name, tensor)
                 yield name, tensor
 
     def _digested(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[Any]:
         """The next ones, with their digests."""
         with unseen():
-            batch = list(itertools.islice(weights, _AHEAD))
+            batch: list[tuple[str, torch.Tensor]] = []
+            size = 0
+            while len(batch) < _AHEAD and size < _BYTES_AHEAD and (item := next(weights, None)):
+                batch.append(item)
+                size += item[1].nbytes
             start = time.perf_counter()
             # All are queued, on the stream that received them, before the first is waited for.
             partials = [partial(tensor) for _, tensor in batch]
@@ -141,6 +171,6 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **options: watch.run(function, *args, **options)
 
 
-def _key(weights: Sequence[tuple[str, torch.Tensor]]) -> str:
-    text = "|".join(f"{name}:{tensor.dtype}:{[*tensor.shape]}" for name, tensor in weights)
+def _key(specs: Specs) -> str:
+    text = "|".join(f"{name}:{dtype}:{[*shape]}" for name, dtype, shape in specs)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
