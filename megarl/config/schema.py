@@ -208,8 +208,9 @@ class SyncSection(Section):
     GPUs does.
     """
     delta: bool = False
-    """Send what changed of weights that all servers hold, instead of the weights, to embedded
-    servers. Senders keep a copy in host memory of what they sent last. docs/weight-delta.md.
+    """Send what changed of weights that all servers hold, instead of the weights. Senders keep a
+    copy in host memory of what they sent last, and SGLang servers one of all weights on each of
+    their machines. docs/weight-delta.md.
     """
     bucket_mb: Annotated[float, Field(gt=0)] = 256.0
     """Of a bucket; every sender has memory for two. disk: of a file."""

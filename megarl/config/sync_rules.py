@@ -23,9 +23,6 @@ def sync_problems(
     """Of ``run.mode=rl``. ``hf``, ``server_hf``: config.json of ``model.hf`` and of
     ``rollout.model``; None: not at hand, what they decide is not checked.
     """
-    if config.run.mode == "rl" and config.sync.delta and config.rollout.engine == "sglang":
-        accepted = "false: only the embedded server takes changes; SGLang gets whole weights"
-        yield Problem("sync.delta", "true (rollout.engine=sglang)", accepted)
     folder, key = config.rollout.model, "rollout.model"
     if folder is None:
         folder, key, server_hf = config.model.hf, "model.hf", hf

@@ -25,7 +25,7 @@ def fp8(**changes: Any) -> dict[str, Any]:
 
 F32, POWERS = fp8(scale_fmt="float"), fp8(scale_fmt="ue8m0")
 VALID = [
-    Case(["sync.delta=true"], {}),
+    *(Case([*servers, "sync.delta=true"], {}) for servers in ([], SGLANG)),
     *(Case([MODEL, *servers], {}, served=served) for served in ({}, fp8(), F32, POWERS)
       for servers in ([], URLS, SGLANG, ["rollout.discover=true"])),
     *(Case([MODEL], {}, served={key: dtype}) for key in ("dtype", "torch_dtype")
@@ -47,8 +47,6 @@ VALID = [
     Case([MODEL], {}),  # config.json is not at hand
 ]  # fmt: skip
 WRONG = [
-    Case([*SGLANG, "sync.delta=true"],
-         {"sync.delta": ["true (rollout.engine=sglang)", "only the embedded server"]}),
     Case([MODEL], {"rollout.model": ["served, whose dtype is float16", "float32 or bfloat16"]},
          served={"torch_dtype": "float16"}),
     Case([MODEL], {"rollout.model": ["served, whose model_type is llama", "model.hf, qwen3_moe"]},

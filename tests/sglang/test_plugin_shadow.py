@@ -77,13 +77,13 @@ def pushed(work: ModuleType, kept: object, base: Base, tensors: Tensors, **held:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("elsewhere", [[], [1], [1, 2]], ids=str)
+@pytest.mark.parametrize("hidden, copies", [([], 1), ([0], 2), ([1], 1), ([0, 1], 3)], ids=str)
 def test_ranks_of_a_machine_share_one_copy_and_make_each_change_once(
-    pool: WorkerPool, elsewhere: list[int]
+    pool: WorkerPool, hidden: list[int], copies: int
 ) -> None:
-    """And a rank that does not find another's memory has a copy of its own."""
+    """And a rank that finds no other's memory has a copy of its own."""
     given = versions(4)
-    ranks = pool.run(WORK, world=3, versions=given, elsewhere=elsewhere)
+    ranks = pool.run(WORK, world=3, versions=given, hidden=hidden)
     whole = num_bytes(given[0])
     for rank in ranks:
         for step, expected in zip(rank["steps"], given, strict=True):
@@ -92,7 +92,7 @@ def test_ranks_of_a_machine_share_one_copy_and_make_each_change_once(
         sizes = [step["bytes"] for step in rank["steps"]]
         assert sizes[0] == whole and max(sizes[1:]) < whole / 4
     found = [file for rank in ranks for file in rank["files"]]
-    assert len(found) == 3 and len(dict(found)) == 1 + len(elsewhere)
+    assert len(found) == 3 and len(dict(found)) == copies
     assert all(whole < size < 2 * whole + 2**18 for _, size in found)
 
 
@@ -126,12 +126,37 @@ def test_a_rank_that_refuses_a_bucket_says_so_and_the_next_push_mends_it(pool: W
 
 
 @pytest.mark.dist
-def test_too_little_memory_for_one_is_none_for_all_and_costs_no_push(pool: WorkerPool) -> None:
+def test_ranks_that_have_other_places_than_others_begin_anew(pool: WorkerPool) -> None:
+    """One did not get a bucket of the first push."""
     given = versions(3)
-    for rank in pool.run(WORK, world=2, versions=given, spare=2**62):
-        assert rank["files"] == []
+    ranks = pool.run(WORK, world=2, versions=given, misses={0: 1})
+    for rank in ranks:
+        steps = rank["steps"]
+        assert [step["error"] for step in steps[1:]] == ["", ""]
+        assert same(steps[1]["given"], given[1]) and same(steps[2]["given"], given[2])
+        assert steps[0]["bytes"] == steps[1]["bytes"] > 4 * steps[2]["bytes"]
+    assert len({file for rank in ranks for file, _ in rank["files"]}) == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("poor, hidden", [([0, 1], []), ([0], []), ([1], [0])], ids=str)
+def test_too_little_memory_for_one_is_none_for_all_and_costs_no_push(
+    pool: WorkerPool, poor: list[int], hidden: list[int]
+) -> None:
+    """Also where others have memory of their own."""
+    given = versions(3)
+    for rank in pool.run(WORK, world=2, versions=given, poor=poor, hidden=hidden):
+        assert rank["files"] == [] and rank["steps"][-1]["held"] == {}
         for step, expected in zip(rank["steps"], given, strict=True):
-            assert step["held"] == {} and step["error"] == "" and same(step["given"], expected)
+            assert step["error"] == "" and same(step["given"], expected)
+            assert step["bytes"] == num_bytes(given[0])
+
+
+@pytest.mark.dist
+def test_a_rank_that_does_not_answer_costs_a_deadline_and_nothing_is_kept(pool: WorkerPool) -> None:
+    work = "tests.sglang.work_shadow:alone"
+    (seconds, files), _ = pool.run(work, world=2, late_s=2.0, deadline_s=0.5)
+    assert 0.5 <= seconds < 1.5 and files == []
 
 
 def test_memory_that_ends_in_the_middle_is_given_back_and_what_came_is_right(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,23 +61,24 @@ def files() -> list[tuple[int, int]]:
 def keep(
     rank: int,
     versions: Sequence[Mapping[str, Tensor]],
-    elsewhere: Sequence[int] = (),
+    hidden: Sequence[int] = (),
     misses: Mapping[int, int] = {},
     refuses: Mapping[int, int] = {},
-    spare: int = 2**20,
+    poor: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Pushes of versions, two buckets each, to the copy that ranks keep. Ranks of `elsewhere` do
-    not find others' memory. Of a push (`misses`) a rank does not get the second bucket, or
-    (`refuses`) has forgotten what it holds. `steps`: of every push what was held before, what the
-    model was given, and the error.
+    """Pushes of versions, two buckets each, to the copy that ranks keep. Nobody else finds the
+    memory of ranks of `hidden`; those of `poor` get no memory. Of a push (`misses`) a rank does not
+    get the second bucket, or (`refuses`) has forgotten what it holds. `steps`: of every push what
+    is held after it, what the model was given, the error, and bytes sent.
     """
-    node_memory._SPARE = spare
+    node_memory._SPARE = 2**62 if rank in poor else 2**20
     kept, base = shadow.Shadow(deadline_s=1.5), Base()
 
     def told(numbers: list[int]) -> list[list[int]]:
         everyone = exchange(numbers, dist.group.WORLD, 30.0)
-        if rank in elsewhere and len(numbers) == 4:
-            return [[*given[:3], given[3] ^ 1] for given in everyone]
+        if len(numbers) == 4:  # where their memory is
+            for other in set(hidden) - {rank}:
+                everyone[other][3] ^= 1
         return everyone
 
     steps = []
@@ -104,3 +106,15 @@ def keep(
         steps.append({"held": dict(kept.digests), "given": given, "error": error, "bytes": size})
         dist.barrier()
     return {"steps": steps, "files": files()}
+
+
+def alone(rank: int, late_s: float, deadline_s: float) -> tuple[float, list[tuple[int, int]]]:
+    """Rank 0 asks the others, which come `late_s` later: how long it took, and what it keeps."""
+    kept = shadow.Shadow()
+    if rank:
+        time.sleep(late_s)
+    start = time.monotonic()
+    kept.agree(rank, lambda numbers: exchange(numbers, dist.group.WORLD, deadline_s))
+    seconds = time.monotonic() - start
+    time.sleep(late_s if rank == 0 else 0)  # the group lasts as long as this
+    return seconds, files()

@@ -34,12 +34,17 @@ from then on. It needs torch and the standard library, not megarl.
    open. They reply likewise, with `megarl:error` or, to a snapshot, `megarl:unwritten`: a JSON list
    of the parameters into which the last update wrote nothing on this rank. What none did is stale.
    SGLang's own `snapshot`, `reset_tensors` and `compare` are as they were.
-5. `/server_info` has the plugin's version in `internal_states[].megarl_plugin`. It names what the
+5. `{"action": "held"}` replies likewise, with digests of what changes can be made to; nothing is
+   read for it. From then on the server keeps a copy, in host memory and once on a machine
+   (shadow.py), of what comes in buckets of changes (envelope.py). The model gets whole tensors of
+   that copy, and the record is of these. Tensor-parallel ranks wait for each other in it.
+6. `/server_info` has the plugin's version in `internal_states[].megarl_plugin`. It names what the
    plugin did not find in this SGLang, if that is so.
 
 Cost: every rank digests all it receives, on the device where that lies. To follow names takes some
 0.1 ms a tensor, the first time that a load has these names, shapes and dtypes in this order, and
-always for files. A snapshot has 16 characters a parameter.
+always for files. A snapshot has 16 characters a parameter. Who takes changes needs host memory for
+the whole model, as it is sent.
 """
 
 import json

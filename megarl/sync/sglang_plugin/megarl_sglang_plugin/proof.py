@@ -8,6 +8,10 @@
 3. The same push again.
 4. `compare`: every digest must be what it was.
 
+So an element that no push writes passes where it is zero: nothing tells it from padding, neither
+here nor, after what SGLang does to weights behind a load, by its place. One that no push writes and
+that is not zero does not pass, nor does a parameter of which nothing is written.
+
 Both ends of it see parameters as they are served: what SGLang does to them behind a load (packing,
 transposing, requantising) is part of what is proven to repeat.
 """
