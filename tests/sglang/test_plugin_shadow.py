@@ -249,6 +249,19 @@ def test_a_bucket_for_two_models_of_a_process_is_made_once(work, kept) -> None:
     assert kept.digests == digests(third)
 
 
+def test_a_bucket_in_the_memory_of_the_last_one_is_another(work, kept) -> None:
+    """Though its header is the same: the same model gets it."""
+    first, second, _ = versions()
+    memory, other = (work.sealed(Base(), tensors, {}) for tensors in (first, second))
+    for sent, expected in ((memory, first), (other, second)):
+        kept.begin()
+        for (_, into), (_, part) in zip(memory, sent, strict=True):
+            into.copy_(part)
+        assert same(work.received(kept, work.envelope.unseal(memory)), expected)
+        assert kept.digests == digests(expected)
+        kept.end()
+
+
 def test_what_came_otherwise_is_not_held_and_the_memory_of_nothing_is_given_back(
     work, kept, plugin
 ) -> None:

@@ -88,6 +88,8 @@ def keep(
         dist.all_gather_object(everyone, dict(kept.digests))
         held = {n: d for n, d in everyone[0].items() if all(h.get(n) == d for h in everyone)}
         dist.barrier()
+        if refuses.get(k - 1) == rank:
+            time.sleep(0.3)  # what it said when it refused is not meant for this push
         kept.begin()
         names, given, error, size = list(tensors), {}, "", 0
         if refuses.get(k) == rank:
