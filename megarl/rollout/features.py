@@ -5,6 +5,7 @@ our plugin finds what it needs, too. Other versions may work, but nobody has see
 refused before anything is sampled.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,21 @@ def plugin_of(info: Mapping[str, Any]) -> str:
     states = info.get("internal_states") or [{}]
     found = {str(state.get("megarl_plugin", "")) for state in states}
     return found.pop() if len(found) == 1 else " and ".join(sorted(v or "none" for v in found))
+
+
+def mark_of(info: Mapping[str, Any]) -> str:
+    """What tells one process of a server from the next, out of `/server_info`; empty: nothing."""
+    started = info.get("boot") or info.get("startup_time") or ""
+    return json.dumps(started, sort_keys=True).strip('"')
+
+
+def waits_of(info: Mapping[str, Any]) -> bool:
+    """Whether a server's weights are half-written, or spoiled for a proof, by its `/server_info`:
+    it must not generate before it has got them whole.
+    """
+    states = info.get("internal_states") or []
+    told = [info.get("unusable"), info.get("updating"), *(s.get("megarl_waits") for s in states)]
+    return any(told)
 
 
 def longest_of(info: Mapping[str, Any]) -> int | None:

@@ -19,7 +19,7 @@ import aiohttp
 from megarl.errors import ServerError
 from megarl.rollout.client import new_rids, request_body
 from megarl.rollout.control import new_session
-from megarl.rollout.features import longest_of, plugin_of, version_of
+from megarl.rollout.features import longest_of, mark_of, plugin_of, version_of, waits_of
 from megarl.rollout.replies import Ask, OtherWeights, read_answer
 from megarl.types import Sampling
 
@@ -120,16 +120,16 @@ class Probe:
         info = await self._told("server_info", timeout_s)
         model = await self._told("model_info", timeout_s)
         ranks = info.get("tp_size")
-        weights, started = str(model.get("weight_version")), info.get("boot")
+        weights = str(model.get("weight_version"))
         states = info.get("internal_states") or []
         return Identity(
             version=version_of(info),
-            mark=json.dumps(started or info.get("startup_time") or "", sort_keys=True).strip('"'),
+            mark=mark_of(info),
             weights=int(weights) if weights.isdecimal() else None,
             ranks=ranks if isinstance(ranks, int) else None,
             longest=longest_of(info),
             plugin=plugin_of(info),
-            waits=bool(info.get("unusable") or info.get("updating")),
+            waits=waits_of(info),
             progress=str([info.get("steps"), *(s.get("last_gen_throughput") for s in states)]),
         )
 

@@ -14,8 +14,7 @@ servers are still part of it:
 4. Both ends digest what they have: the trainer what it sent, every server what it now serves. All
    must agree.
 5. A process that does not read its weights back (SGLang) proves once that what it receives is what
-   it computes with: it takes a copy of its weights, overwrites them, gets everything again and
-   compares.
+   it computes with: it digests its weights, spoils them, gets everything again and compares.
 6. ``commit``: the version moves, once, and sampling goes on with an empty cache.
 
 A server that fails at any point, or does not answer by the deadline, is left out and told of; the
@@ -31,7 +30,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -107,12 +106,15 @@ class PushTransport:
         start = time.monotonic()
         outcome, left = Outcome(), list(sinks)
         receipt: SyncReceipt | None = None
+        stalled = 0.0
         for _ in range(ATTEMPTS):
             if not left:
                 break
             outcome.again.clear()
-            done = self._attempt(version, left, outcome, start)
-            receipt = receipt or done
+            held = self._held(left, outcome)
+            stalled = stalled or time.monotonic()
+            done = self._attempt(version, left, outcome, held, (start, stalled))
+            receipt = _together(receipt, done)
             left = [sink for sink in left if sink.name in outcome.again]
         broken = f"its weight groups broke {ATTEMPTS} times, each time by another server"
         lost = outcome.lost | {sink.name: broken for sink in left}
@@ -127,33 +129,40 @@ class PushTransport:
     # ---- the steps -----------------------------------------------------------------------------
 
     def _attempt(
-        self, version: int, sinks: Sequence[WeightSink], outcome: Outcome, start: float
+        self,
+        version: int,
+        sinks: Sequence[WeightSink],
+        outcome: Outcome,
+        held: Mapping[str, str],
+        since: tuple[float, float],
     ) -> SyncReceipt | None:
-        """One pass over all steps; ``outcome`` is the same on every rank after each."""
-        held = self._held(sinks, outcome)
-        stalled = time.monotonic()
+        """One pass over all steps; ``outcome`` is the same on all ranks after each. ``since``: when
+        the push began, and when servers were first paused for it.
+        """
         how = {"mode": self.pause_mode, "session": self.carrier.session}
         self._control(sinks, outcome, "begin", how)
         sent, confirm_s = self._deliver(version, sinks, outcome, held)
+        deliveries = [(sent, confirm_s)]
         unproven = [s for s in _serving(sinks, outcome) if self._has_to_prove(s)]
         if unproven:
             self._control(unproven, outcome, "snapshot", {})
-            self._deliver(version, unproven, outcome, {})
+            deliveries.append(self._deliver(version, unproven, outcome, {}))
             self._control(unproven, outcome, "compare", {})
             self._proven.update(identities(_serving(unproven, outcome)))
         self._control(sinks, outcome, "commit", {"version": version, **how})
         if self.rank != 0 or sent is None or not _serving(sinks, outcome):
             return None
-        now = time.monotonic()
+        now, (start, stalled) = time.monotonic(), since
+        done = [(each, seconds) for each, seconds in deliveries if each is not None]
         return SyncReceipt(
             version=version,
             tensors=len(sent.digests),
             num_bytes=sent.num_bytes,
             seconds=now - start,
             digest=push_digest(sent.digests),
-            calls=sent.calls,
+            calls=sum(each.calls for each, _ in done),
             stall_seconds=now - stalled,
-            verify_seconds=sent.digest_seconds + confirm_s,
+            verify_seconds=sum(each.digest_seconds + seconds for each, seconds in done),
         )
 
     def _has_to_prove(self, sink: WeightSink) -> bool:
@@ -212,7 +221,13 @@ class PushTransport:
         names = {sink.name for sink in _serving(sinks, outcome)}
         if not names:
             return Sent()
-        with self.at_hand():
+        with ExitStack() as at_hand:
+            error = None
+            try:
+                at_hand.enter_context(self.at_hand())
+            except Exception as e:  # the others must not wait for this rank in a gather
+                error = e
+            self._share(outcome, Outcome(), error, "bringing the weights back")
             how = (self.form, self._encoding(held), self._packer, self.carrier)
             sent = send_all(self.source.tensors(), *how, names)
         if self.device.type != "cpu":
@@ -288,6 +303,14 @@ class PushTransport:
                 raise SyncError(f"{what} failed on rank {rank}: {wrong}") from error
             outcome.add(lost, again)
         self.carrier.drop(outcome.lost)
+
+
+def _together(first: SyncReceipt | None, second: SyncReceipt | None) -> SyncReceipt | None:
+    """Of two attempts: what was sent is the same, and times are counted from the first."""
+    if first is None or second is None:
+        return first or second
+    verify_seconds = first.verify_seconds + second.verify_seconds
+    return replace(second, calls=first.calls + second.calls, verify_seconds=verify_seconds)
 
 
 def _serving(sinks: Sequence[WeightSink], outcome: Outcome) -> list[WeightSink]:

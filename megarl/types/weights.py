@@ -29,10 +29,10 @@ class TensorSpec:
 @dataclass(frozen=True)
 class SyncReceipt:
     """Proof of one weight push: what the trainer sent and every server confirmed before it sampled
-    again. ``calls``: buckets announced to a server. ``stall_seconds``: from the servers' pause
-    until they go on. ``verify_seconds``: what digests took on one end (on a CPU with the copies
-    that are made in the same pass) and their comparison together, though some of that was beside
-    the sending.
+    again. ``num_bytes``: sent to each. ``calls``: buckets announced to a server. ``stall_seconds``:
+    from the servers' pause until they go on. ``verify_seconds``: what digests took on one end (on a
+    CPU with the copies that are made in the same pass) and their comparison together, though some
+    of that was beside the sending. Proofs and further attempts count in all but ``num_bytes``.
     """
 
     version: int

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from megarl.errors import ServerError
-from megarl.rollout.control import OPERATIONS, ServerControl
+from megarl.rollout.control import ServerControl
+from megarl.rollout.operations import OPERATIONS
 from tests.rollout.conftest import Server
 
 
@@ -37,6 +38,8 @@ def test_control_takes_nothing_but_success(op: str) -> None:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             await request.read()
+            if request.path == "/server_info" and op in ("begin", "commit"):  # who it is
+                return web.json_response({"boot": "1"})
             if not answers:
                 await asyncio.sleep(30)
             return answers.pop(0)
@@ -85,7 +88,7 @@ def ranks(
         ({"ranks": [{"checksums": {"megarl:error": "torn"}}]}, "rank 0: torn"),
         ({"ranks": [{"checksums": {"a": "1"}}]}, "no weight digests.*plugin"),  # an older one
         ({"ranks": [{"checksums": {}}]}, "no weight digests"),
-        ({"success": True}, "no weight digests"),
+        ({"success": True}, "tells of no rank"),
     ],
 )
 def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) -> None:
@@ -111,7 +114,7 @@ def test_digests_of_either_kind_of_server(reply: dict[str, Any], expected: Any) 
         ),
         ({"ranks": [{"checksums": {"megarl:error": "torn"}}]}, "rank 0: torn"),
         ({"ranks": [{"checksums": {"a": "1"}}]}, "no weight digests.*plugin"),
-        ({"success": True}, "no weight digests"),
+        ({"success": True}, "tells of no rank"),
     ],
 )
 def test_a_server_holds_what_all_its_ranks_hold_alike_and_not_all_have_dropped(
@@ -124,7 +127,23 @@ def test_a_server_holds_what_all_its_ranks_hold_alike_and_not_all_have_dropped(
             answered("held", reply)
 
 
-def answered(op: str, reply: dict[str, Any]) -> dict[str, Any]:
+@pytest.mark.parametrize(("told", "of"), [(1, 2), (3, 2), (7, 8), (12, 8)])
+def test_a_digest_that_not_all_ranks_tell_proves_nothing(told: int, of: int) -> None:
+    none: list[list[str]] = [[]] * told
+    reply = ranks(*[{"a": "1"}] * told, dropped=none, seconds=[0.0] * told)
+    for op in ("digest", "held"):
+        with pytest.raises(ServerError, match=f"{told} of its {of} ranks tell"):
+            answered(op, reply, ranks=of)
+
+
+@pytest.mark.parametrize(("told", "of"), [(2, 2), (8, 2), (8, 8), (16, 8)])
+def test_replicas_of_a_server_tell_once_more(told: int, of: int) -> None:
+    none: list[list[str]] = [[]] * told
+    reply = ranks(*[{"a": "1"}] * told, dropped=none, seconds=[0.0] * told)
+    assert answered("digest", reply, ranks=of)["digests"] == {"a": "1"}
+
+
+def answered(op: str, reply: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
     """What an operation makes of a server's reply to /weights_checker."""
 
     async def check() -> dict[str, Any]:
@@ -138,7 +157,9 @@ def answered(op: str, reply: dict[str, Any]) -> dict[str, Any]:
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
-            control = ServerControl("http://{}:{}".format(*runner.addresses[0][:2]), "key")
+            control = ServerControl(
+                "http://{}:{}".format(*runner.addresses[0][:2]), "key", ranks=ranks
+            )
             return await asyncio.to_thread(control.control, op, {}, 5)
         finally:
             await runner.cleanup()
@@ -158,6 +179,8 @@ def unwritten(*names: list[str]) -> dict[str, Any]:
         (unwritten(["a"], []), ""),  # where it is nothing but padding
         (unwritten(["a", "b"], ["c", "b"]), r"nothing to 1 parameters .*\['b'\]"),
         ({"ranks": [{"checksums": {}}, {"checksums": {"megarl:error": "torn"}}]}, "rank 1: torn"),
+        ({"success": True}, "tells of no rank"),
+        ({"ranks": []}, "tells of no rank"),
     ],
 )
 def test_a_snapshot_tells_of_parameters_that_no_rank_has_written(
@@ -184,7 +207,7 @@ def test_a_snapshot_tells_of_parameters_that_no_rank_has_written(
                 ("compare", {}),
                 ("commit", {"version": 1, "session": False}),
             ],
-            " | digest_snapshot | digest_compare | ",
+            "end | digest_snapshot | digest_compare | ",  # another trainer's
         ),
         (
             [("begin", {}), ("snapshot", {}), ("begin", {}), ("commit", {"version": 1})],
@@ -199,10 +222,10 @@ def test_a_proof_is_of_weights_as_they_are_served(steps: list[Any], asked: str) 
         calls: list[str] = []
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            body = await request.json()
+            body = await request.json() if request.can_read_body else {}
             name = body.get("action") or request.path.removeprefix("/").partition("_weight_up")[0]
             calls.append(name)
-            return web.json_response({"success": True})
+            return web.json_response({"success": True, "ranks": [{}]})
 
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", handle)

@@ -84,6 +84,28 @@ def test_the_same_push_again_proves_that_it_writes_everything(
     assert prompt_logprobs(sglang_server) == expected
 
 
+def test_who_would_serve_garbage_says_so_and_is_not_let_go_on(
+    sglang_server: SGLangServer, control: ServerControl, tiny_models: Models
+) -> None:
+    """As a trainer leaves it that is killed in the middle of a push, or of a proof."""
+    probe = Probe(sglang_server.url, sglang_server.key)
+    load = {"model_path": str(tiny_models.a), "flush_cache": False}
+    assert not probe.identity().waits
+    control.control("begin", {}, 60)
+    assert probe.identity().waits
+    assert probe.check(2.0).waits  # no error, after which somebody would let it go on
+    control.control("begin", {"session": False}, 60)  # the next trainer
+    control.control("load_path", load, 60)
+    assert not probe.identity().waits
+    control.control("snapshot", {}, 60)
+    assert probe.identity().waits  # its weights are spoiled
+    control.control("load_path", load, 60)
+    assert probe.identity().waits  # until it is proven
+    control.control("compare", {}, 60)
+    control.control("commit", {"version": 5, "session": False}, 60)
+    assert not probe.check(10.0).waits
+
+
 def test_a_second_push_that_leaves_something_out_proves_nothing(
     sglang_server: SGLangServer, control: ServerControl, tiny_models: Models
 ) -> None:
@@ -131,6 +153,7 @@ def test_what_is_not_known_of_weights_is_not_told(
         control.control("load_path", load, 60)
     with pytest.raises(ServerError, match=r"rank 0: digest: .*the last one failed"):
         control.control("digest", {}, 60)
+    assert Probe(sglang_server.url, sglang_server.key).identity().waits
     sglang_server.post("/weights_checker", {"action": "digest_compare"})  # a failed proof's, if any
     with pytest.raises(ServerError, match="there is no digest_snapshot"):
         control.control("compare", {}, 60)

@@ -1,5 +1,6 @@
 """Pushes to a real SGLang server and an embedded one together, of which one dies or hangs."""
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from tests.sglang.contract import (
 )
 from tests.sglang.protocol import PROMPT, generate, ok
 from tests.sglang.server import Endpoint, SGLangServer, require_sglang
-from tests.sync.servers import Server, digests_of, several
+from tests.sync.servers import Proxy, Server, digests_of, proxied, several
 from tests.sync.watched import Blow
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(1500)]
@@ -63,6 +64,20 @@ def serves(server: Endpoint, model: Path, version: int) -> None:
     control = ServerControl(server.url, server.key)
     assert control.control("digest", {}, 30)["digests"] == digests_of(model)
     assert generate(server, num_tokens=2)["meta_info"]["weight_version"] == str(version)
+
+
+class Comparing(Proxy):
+    """The first proof fails at its end. ``compared``: how many have come there."""
+
+    compared = 0
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        status, reply = super().answer(path, body)
+        if (body or {}).get("action") == "digest_compare":
+            self.compared += 1
+            if self.compared == 1:
+                reply["ranks"][0]["checksums"] = {"megarl:error": "torn"}
+        return status, reply
 
 
 def scheduler_of(server: SGLangServer) -> int:
@@ -112,6 +127,23 @@ def test_sglang_that_hangs_in_the_middle_does_not_disturb_the_embedded_server(
     [second] = push(pool, tiny_models, servers, [0, 1])
     assert second.lost == {}
     serves(sglang_server, tiny_models.b, 101)
+
+
+def test_who_cannot_prove_itself_is_lost_alone_and_proves_itself_in_the_next_push(
+    pool: WorkerPool, sglang_server: SGLangServer, tiny_models: Models, beside: Server
+) -> None:
+    """The first push, the proof and the next one: the server gets everything four times."""
+    real = Server("sglang", sglang_server.url, sglang_server.key, 0, multiprocessing.Process())
+    with proxied(real, "", kind=Comparing) as proxy:
+        assert isinstance(proxy, Comparing)
+        servers = [beside.described, {**described(sglang_server), "url": proxy.url}]
+        first, second, third = push(pool, tiny_models, servers, [0, 1], [0, 1], [0, 1])
+    assert first.lost == {"sglang": "sglang: rank 0: torn"} and first.receipt is not None
+    assert (second.lost, third.lost, proxy.compared) == ({}, {}, 2)
+    received = proxy.paths.count("/update_weights_from_distributed")
+    assert second.receipt and third.receipt and received == 2 + 2 + 1
+    assert (second.receipt.calls, third.receipt.calls) == (2, 1)
+    serves(sglang_server, tiny_models.b, 103)
 
 
 @pytest.mark.slow

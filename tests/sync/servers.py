@@ -191,9 +191,10 @@ def proxied(
     forward: bool | Callable[[int], bool] = True,
     times: int = 1,
     forge: Forge = dict,
+    kind: type[Proxy] = Proxy,
 ) -> Iterator[Proxy]:
     passes = forward if callable(forward) else lambda nth: bool(forward)
-    proxy = Proxy(server, path, rewrite, passes, times, forge)
+    proxy = kind(server, path, rewrite, passes, times, forge)
 
     class Handler(BaseHTTPRequestHandler):
         def _reply(self) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,17 +59,20 @@ def push(
     pushes: Sequence[tuple[int, Path, Sequence[int]]],
     blows: Mapping[str, Blow] | None = None,
     broken_rank: int | None = None,
+    poor_rank: int | None = None,
     close: bool = True,
     environment: Mapping[str, str] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
     """A push for every (version, weights, indices of ``servers``); ``blows`` by a server's boot;
-    ``how``: see ``file_transport``.
+    ``poor_rank`` cannot bring its weights back; ``how``: see ``file_transport``.
 
     ``steps``: of every push (None or error, Push, seconds); ``seen``: by boot, the operations on
     each server with its version before and after.
     """
     transport = file_transport(rank, stages, broken=rank == broken_rank, **how)
+    if rank == poor_rank:
+        transport.at_hand = _no_memory
     sinks = [Watched(**server, blow=(blows or {}).get(server["boot"])) for server in servers]
     steps = []
     for version, file, indices in pushes:
@@ -83,6 +87,12 @@ def push(
     if close:
         transport.close()
     return {"steps": steps, "seen": {sink.boot: sink.seen for sink in sinks}}
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    raise torch.OutOfMemoryError("no room for the weights")
+    yield
 
 
 def file_transport(

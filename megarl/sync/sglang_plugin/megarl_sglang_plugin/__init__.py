@@ -52,7 +52,7 @@ import pkgutil
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 
 _records: WeakKeyDictionary[Any, Record] = WeakKeyDictionary()  # by model runner
 _snapshots: WeakKeyDictionary[Any, dict[str, str]] = WeakKeyDictionary()
+_spoiled: WeakSet[Any] = WeakSet()  # model runners of a proof that has not ended well
 _shadow = Shadow()
 
 
@@ -105,6 +106,7 @@ def _load(load: Callable[..., Any], updater: Any, *args: Any, **options: Any) ->
         record.begin(updater.get_model())
     try:
         success, message = load(updater, *args, **options)
+        _settle(updater.get_model())
     except DeltaError as error:  # SGLang would end for it, where tensors are in the request
         success, message = False, str(error)
     except BaseException:
@@ -115,6 +117,15 @@ def _load(load: Callable[..., Any], updater: Any, *args: Any, **options: Any) ->
     elif alone:
         record.end()
     return success, message
+
+
+def _settle(model: Any) -> None:
+    """What came in memory of the trainer's may be overwritten as soon as it hears that it came: no
+    copy of it is queued any more.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def _submit(submit: Callable[..., Any], **options: Any) -> Any:
@@ -165,6 +176,7 @@ def _snapshot(runner: Any, record: Record) -> dict[str, str]:
     _require_closed(record)
     if record.digests is None:
         raise RuntimeError("there was no weight update yet, or the last one failed")
+    _spoiled.add(runner)
     _snapshots[runner] = proof.remember(runner.model, record.written)
     return {"megarl:unwritten": json.dumps(proof.unwritten(runner.model, record.written))}
 
@@ -175,6 +187,7 @@ def _compare(runner: Any, record: Record) -> dict[str, str]:
     if remembered is None:
         raise RuntimeError("there is no digest_snapshot to compare with")
     proof.compare(runner.model, remembered)
+    _spoiled.discard(runner)
     return {}
 
 
@@ -195,6 +208,8 @@ def _state(get_state: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     reply = get_state(scheduler, request)
     missing = [target.rpartition(".")[2] for target in _HOOKS if not _hooked(target)]
     reply.internal_state["megarl_plugin"] = " without ".join([VERSION, *missing])
+    waits = bool(_spoiled) or any(record.open or record.failed for record in _records.values())
+    reply.internal_state["megarl_waits"] = waits
     return reply
 
 

@@ -28,6 +28,7 @@ class Record:
     def __init__(self, shadow: Shadow | None = None) -> None:
         self._shadow = Shadow() if shadow is None else shadow
         self.digests: dict[str, str] | None = None  # of what the model took, by name, as it came
+        self.failed = False  # the last update did: nobody knows what the model is now
         self.taken: set[str] = set()  # names of which bytes were written into the model
         self.written: set[str] = set()  # what they were written to, under the model's names
         self.seconds = 0.0  # of digesting
@@ -44,7 +45,7 @@ class Record:
         """From now on every load goes through `_load`. What there was is forgotten."""
         self.end()
         self._shadow.begin()
-        self.digests, self.seconds = {}, 0.0
+        self.digests, self.seconds, self.failed = {}, 0.0, False
         self.taken, self.written = set(), set()
         self._seen, self._used = {key: self._seen[key] for key in self._used}, set()
         load_weights: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
@@ -68,7 +69,7 @@ class Record:
     def fail(self) -> None:
         """Nobody knows what the model is now."""
         self.end()
-        self.digests = None
+        self.digests, self.failed = None, True
 
     def _load(
         self,
