@@ -170,10 +170,11 @@ def test_memory_that_ends_in_the_middle_is_given_back_and_what_came_is_right(
     monkeypatch.setattr(work.node_memory, "_SPARE", 2**62)
     kept.agree(0, lambda numbers: [numbers])
     kept.begin()
-    more = {"new": some((2000,), torch.bfloat16), **second}
+    more = {**second, "w0": torch.ones(3), "new": some((2000,), torch.bfloat16)}
     with caplog.at_level(logging.WARNING):
         assert same(work.received(kept, work.bucket(base, more, held)), more)
-    assert "too little memory" in caplog.text and "new" not in kept.digests
+    assert "too little memory" in caplog.text
+    assert kept.digests == digests({n: t for n, t in second.items() if n != "w0"})
     kept.end()
     assert kept.digests == {} and work.files() == []
     kept.agree(0, lambda numbers: [numbers])
@@ -349,6 +350,13 @@ def test_only_the_file_that_was_meant_is_opened(work) -> None:
     assert again is not None and len({inode for inode, _ in work.files()}) == 1
     del again, memory
     assert work.files() == []
+
+
+def test_memory_is_taken_before_anything_is_written_to_it(work, spared) -> None:
+    memory = work.node_memory.NodeMemory.create()
+    part = memory.grow(2**22, takes=True, deadline_s=1.0)
+    assert part.shape == (2**22,) and part.dtype == torch.uint8
+    assert [size >= 2**22 for _, size in work.files()] == [True]
 
 
 GB = 2**30
