@@ -45,6 +45,10 @@ class ServerError(MegarlError, RuntimeError):
     """A rollout server did not answer, answered wrongly, or died."""
 
 
+class NoAnswerError(ServerError):
+    """A server did not answer a call by its deadline."""
+
+
 class UnfitServerError(ServerError):
     """A rollout server answers, but another version, size or context of it is wanted."""
 

@@ -59,17 +59,20 @@ Built = tuple[Carrier, torch.device]  # and where buckets are sent from
 def _links(config: Config, rundir: RunDir, parallel: Parallel) -> Built:
     timeout_s, backend = config.sync.timeout_s, _backend(config)
     store = PrefixStore("megarl-weights", c10d._get_default_store())
-    turns = Turns(store, timeout_s * parallel.mesh.world_size) if SHARED[backend] else None
-    links = Links(f"rank{parallel.rank}", backend, timeout_s, turns)
+    senders = config.sync.senders * parallel.mesh.pp
+    turns = Turns(store, timeout_s * senders) if SHARED[backend] else None
+    trainer = broadcast_json(uuid.uuid4().hex[:8], 0, parallel.host)
+    links = Links(trainer, f"rank{parallel.rank}", backend, timeout_s, turns)
     return links, parallel.device if backend == "nccl" else _CPU
 
 
 def _backend(config: Config) -> str:
-    """NCCL needs a device per member; a server that we start shares its device with rank 0."""
+    """NCCL needs a device per member. Servers that megarl starts, by itself or beside the trainer
+    (``rollout.discover``), share theirs with ranks.
+    """
     if config.sync.backend != "auto":
         return config.sync.backend
-    elsewhere = config.rollout.urls or config.rollout.discover
-    return "nccl" if torch.cuda.is_available() and elsewhere else "gloo"
+    return "nccl" if torch.cuda.is_available() and config.rollout.urls else "gloo"
 
 
 def _colocated(config: Config, rundir: RunDir, parallel: Parallel) -> Built:

@@ -216,7 +216,8 @@ class SyncSection(Section):
     """Of a bucket; every sender has memory for two. disk: of a file."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl for servers named in rollout.urls where there are GPUs, else gloo through host
-    memory."""
+    memory: servers that megarl starts share GPUs with the trainer, which NCCL does not take.
+    """
     timeout_s: Seconds = 120.0
     """Deadline of every control call and of every bucket. disk: of the whole of a load."""
 

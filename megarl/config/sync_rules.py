@@ -23,6 +23,12 @@ def sync_problems(
     """Of ``run.mode=rl``. ``hf``, ``server_hf``: config.json of ``model.hf`` and of
     ``rollout.model``; None: not at hand, what they decide is not checked.
     """
+    run, sync = config.run, config.sync
+    if run.mode == "rl" and run.timeout_s < 2 * sync.timeout_s:
+        accepted = f">= {2 * sync.timeout_s:g}, twice sync.timeout_s: while one rank waits for a "
+        yield Problem(
+            "run.timeout_s", f"{run.timeout_s:g}", accepted + "server, others wait for it"
+        )
     folder, key = config.rollout.model, "rollout.model"
     if folder is None:
         folder, key, server_hf = config.model.hf, "model.hf", hf

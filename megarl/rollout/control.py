@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from megarl.errors import ServerError
+from megarl.errors import NoAnswerError, ServerError
 from megarl.rollout.features import PLUGIN_VERSION, features_of, mark_of
 from megarl.rollout.operations import INFO, OPERATIONS, Call, named, of_all, opens
 
@@ -150,7 +150,7 @@ class ServerControl:
                         raise ServerError(f"{self.name}: {why}")
                     reply = answer or reply
         except TimeoutError as error:
-            raise ServerError(
+            raise NoAnswerError(
                 f"{self.name}: {op}: {at.path} did not end within {timeout_s:g} s"
             ) from error
         except aiohttp.ClientError as error:

@@ -178,7 +178,11 @@ OPERATIONS: Mapping[str, tuple[Call, ...]] = {
         ),
         Call("/continue_generation", _nothing),
     ),
-    "alive": (INFO,),
+    # What samples has to answer, too, where only the scheduler empties the cache.
+    "alive": (
+        INFO,
+        Call("/flush_cache", _nothing, json_reply=False, may_be_refused=lambda p: True),
+    ),
     # SGLang's scheduler ends where requests run, or where what is resumed was not released. Memory
     # of keys and values comes last: until the weights are there others need the room.
     "release": (

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megarl.errors import SyncError
 from megarl.protocols import WeightSink
 
 T = TypeVar("T")
@@ -44,9 +43,3 @@ def refusals(sinks: Sequence[WeightSink], replies: Sequence[Future[Any]]) -> dic
 
 def first_error(futures: Sequence[Future[Any]]) -> str:
     return next((str(future.exception()) for future in futures if failed(future)), "")
-
-
-def failure(reason: str) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_exception(SyncError(reason))
-    return future

@@ -31,6 +31,19 @@ from torch.distributed import distributed_c10d as c10d
 from megarl.errors import SyncError
 
 
+def prefix_of(trainer: str) -> str:
+    """How the names of all groups of one trainer begin; ``trainer``: letters and digits."""
+    return f"megarl-{trainer}-"
+
+
+def is_of_another(name: str, than: str) -> bool:
+    """Whether two groups are of different trainers: one has died if a server is in both. Of names
+    that no trainer of ours gives nobody knows.
+    """
+    prefixes = [re.match(prefix_of("[^-]+"), each) for each in (name, than)]
+    return all(prefixes) and prefixes[0][0] != prefixes[1][0]  # type: ignore[index]
+
+
 def create_store(host: str, *, timeout_s: float = 300.0) -> tuple[TCPStore, int]:
     """Hosts a store in this process on a port that the system chooses; returns (store, port).
 

@@ -21,7 +21,7 @@ from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights
 from megarl.protocols import Bucket
 from megarl.sync.delta import decode, is_sealed, unseal, whole
-from megarl.sync.group import join_group, leave_group
+from megarl.sync.group import is_of_another, join_group, leave_group
 from megarl.sync.late_writes import LateWrites
 from megarl.sync.shared_memory import Maps, Place
 from megarl.sync.stream import dtype_of, num_bytes, unflatten
@@ -67,7 +67,9 @@ class ModelReceiver:
         backend: str,
         timeout_s: float | None = None,
     ) -> None:
-        """Returns when every member is there; SyncError at the deadline."""
+        """Returns when every member is there; SyncError at the deadline. Groups of an earlier
+        trainer, which did not live to have them left, are left.
+        """
         if name in self._groups:
             raise SyncError(f"weight group {name!r} exists already; leave it first")
         timeout_s = timeout_s or self._timeout_s
@@ -81,6 +83,8 @@ class ModelReceiver:
             timeout_s=timeout_s,
         )
         self._groups[name] = (group, backend, timeout_s)
+        for other in [other for other in self._groups if is_of_another(other, name)]:
+            self._drop(other)
 
     def leave_group(self, name: str) -> None:
         group, _, _ = self._group(name)
@@ -208,7 +212,9 @@ class ModelReceiver:
         return self._groups[name]
 
     def _drop(self, name: str) -> None:
-        group, _, _ = self._groups.pop(name)
+        group, _, _ = self._groups.pop(name, (None, "", 0.0))  # it may have been left meanwhile
+        if group is None:
+            return
         with contextlib.suppress(RuntimeError, ValueError):  # it is broken already
             leave_group(group)
 

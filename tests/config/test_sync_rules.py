@@ -25,6 +25,8 @@ def fp8(**changes: Any) -> dict[str, Any]:
 
 F32, POWERS = fp8(scale_fmt="float"), fp8(scale_fmt="ue8m0")
 VALID = [
+    *(Case([f"run.timeout_s={run}", f"sync.timeout_s={sync}"], {})
+      for run, sync in ((7200, 3600), (600, 300), (600, 1))),
     *(Case([*servers, "sync.delta=true"], {}) for servers in ([], SGLANG)),
     *(Case([MODEL, *servers], {}, served=served) for served in ({}, fp8(), F32, POWERS)
       for servers in ([], URLS, SGLANG, ["rollout.discover=true"])),
@@ -47,6 +49,9 @@ VALID = [
     Case([MODEL], {}),  # config.json is not at hand
 ]  # fmt: skip
 WRONG = [
+    *(Case([f"run.timeout_s={run}", f"sync.timeout_s={sync}"],
+           {"run.timeout_s": [str(run), f">= {2 * sync}", "sync.timeout_s"]})
+      for run, sync in ((60, 3600), (600, 301), (1, 120))),
     Case([MODEL], {"rollout.model": ["served, whose dtype is float16", "float32 or bfloat16"]},
          served={"torch_dtype": "float16"}),
     Case([MODEL], {"rollout.model": ["served, whose model_type is llama", "model.hf, qwen3_moe"]},

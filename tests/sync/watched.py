@@ -46,11 +46,17 @@ class Watched(ServerControl):
         blow: Blow | None,
         ranks: int = 1,
         version: str = "",
+        address: str = "",
     ) -> None:
+        """``address``: by which it sees the trainer, if not the one it is reached from."""
         super().__init__(url, key, name, boot=boot, ranks=ranks, version=version)
-        self.key, self.blow = key, blow
+        self.key, self.blow, self.address = key, blow, address
         self.seen: list[tuple[str, str, str]] = []  # what succeeded
         self._begun: list[str] = []
+
+    @property
+    def local_address(self) -> str:
+        return self.address or super().local_address
 
     def control(self, op: str, payload: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         before = self.version()

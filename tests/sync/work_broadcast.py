@@ -1,6 +1,7 @@
 """What workers do in tests of weight pushes: an actor of some layout sends its weights."""
 
 import time
+import uuid
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megarl.actor.actor import MegatronActor
 from megarl.actor.residence import WEIGHTS
 from megarl.errors import MegarlError
+from megarl.hostcomm import broadcast_json
 from megarl.sync.links import Links
 from megarl.sync.push import PushTransport
 from tests.actor.work import config_for, make_actor
@@ -58,9 +60,10 @@ def _transport(
     actor: MegatronActor, max_bytes: int, deadline_s: float, senders: int
 ) -> PushTransport:
     mesh, parallel = actor.parallel.mesh, actor.parallel
+    told = broadcast_json(uuid.uuid4().hex[:8], 0, parallel.host)
     return PushTransport(
         source=actor.weights(senders),
-        carrier=Links(f"rank{parallel.rank}", "gloo", deadline_s),
+        carrier=Links(told, f"rank{parallel.rank}", "gloo", deadline_s),
         rank=parallel.rank,
         stage=parallel.at.pp,
         senders=[mesh.senders(stage, senders) for stage in range(mesh.pp)],

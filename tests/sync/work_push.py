@@ -119,13 +119,12 @@ def file_transport(
     groups = [dist.new_group(list(range(k * each, (k + 1) * each))) for k in range(stages)]
     stage = rank // each
     turns = None
-    if shared or folder:
-        told = [uuid.uuid4().hex]
-        dist.broadcast_object_list(told)  # a pool's workers keep their store from test to test
+    told = [uuid.uuid4().hex]
+    dist.broadcast_object_list(told)  # a pool's workers keep their store from test to test
     if shared:
         store = dist.PrefixStore(told[0], c10d._get_default_store())
         turns = Turns(store, 4 * deadline_s)
-    carrier: Carrier = Links(f"rank{rank}", "gloo", deadline_s, turns)
+    carrier: Carrier = Links(told[0], f"rank{rank}", "gloo", deadline_s, turns)
     if folder is not None:
         publisher = Publisher(folder, folder / "served") if rank == 0 else None
         about = {"run": told[0], "label": f"rank{rank}", "timeout_s": deadline_s}

@@ -49,6 +49,7 @@ the whole model, as it is sent.
 
 import json
 import pkgutil
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -96,6 +97,24 @@ def _end(end: Callable[..., Any], updater: Any, **options: Any) -> Any:
         return end(updater, **options)
     finally:
         _record(updater.get_model_runner()).end()
+
+
+def _join(join: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:
+    """Groups of an earlier trainer, which did not live to have them left, are left."""
+    before = set(updater._model_update_group)
+    success, message = join(updater, *args, **options)
+    if success:
+        (name,) = updater._model_update_group.keys() - before or [""]
+        for other in before:
+            if _trainer_of(name) and _trainer_of(other) not in ("", _trainer_of(name)):
+                updater.destroy_weights_update_group(other)
+    return success, message
+
+
+def _trainer_of(group: str) -> str:
+    """The beginning of a name of ours; empty for others."""
+    match = re.match(r"megarl-[^-]+-", group)
+    return match[0] if match else ""
 
 
 def _load(load: Callable[..., Any], updater: Any, *args: Any, **options: Any) -> Any:
@@ -245,6 +264,7 @@ def exchange(
 
 
 _HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_UPDATER}.init_weights_update_group": _join,
     f"{_UPDATER}.begin_weight_update": _begin,
     f"{_UPDATER}.end_weight_update": _end,
     f"{_UPDATER}.update_weights_from_disk": _load,
