@@ -73,8 +73,8 @@ class Links:
     def __init__(
         self, trainer: str, label: str, backend: str, timeout_s: float, turns: Turns | None = None
     ) -> None:
-        """``trainer``: another name for every start of a run, the same in all its senders: groups of
-        others are left where it joins. ``label``: of the sender. ``turns``: servers share groups,
+        """``trainer``: another name for every start of a run, the same in all its senders: where it
+        joins, groups of others are left. ``label``: of the sender. ``turns``: servers share groups,
         and senders take turns; None: every server has a group of its own.
         """
         self._name = prefix_of(trainer) + label

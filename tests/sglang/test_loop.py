@@ -12,15 +12,20 @@ from tests.sglang.server import SGLangServer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(1500)]
 
+OTHER_WAYS = ["sync.delta=true", "sync.transport=colocated", "sync.transport=disk"]
 
-@pytest.mark.parametrize("delta", ["false", pytest.param("true", marks=pytest.mark.slow)])
+
+@pytest.mark.parametrize(
+    "way",
+    ["sync.transport=broadcast", *(pytest.param(w, marks=pytest.mark.slow) for w in OTHER_WAYS)],
+)
 def test_three_steps_of_rl_with_a_real_sglang_server(
     launch: Callable[..., Launch],  # noqa: F811
     sglang_server: SGLangServer,
     tiny_models: Models,
     demo_data: Path,
     tmp_path: Path,
-    delta: str,
+    way: str,
 ) -> None:
     # The server starts with other weights than the trainer: only a push that arrives makes them
     # agree.
@@ -40,9 +45,9 @@ def test_three_steps_of_rl_with_a_real_sglang_server(
             "data.samples_per_prompt=2",
             "moe.routing_replay=rollout",
             "rollout.engine=sglang",
-            f"sync.delta={delta}",
             f"rollout.urls=[{sglang_server.url}]",
             f"rollout.key_file={key}",
+            way,
         )
     )
     assert run.wait() == 0, run.text()

@@ -2,20 +2,23 @@
 and folders.
 """
 
+import itertools
+import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import ServerError
 from megarl.rollout.control import ServerControl
 from tests.helpers.dist import WorkerPool
 from tests.sglang.conftest import Models
 from tests.sglang.contract import LONG, TOLERANCE, Reference, logprobs_of, running, spans_of
-from tests.sglang.protocol import PROMPT, generate, prompt_logprobs
+from tests.sglang.protocol import PROMPT, generate, ok, prompt_logprobs
 from tests.sglang.server import SGLangServer, require_sglang
 from tests.sglang.test_push import described, push, serves
 from tests.sync.servers import Proxy, Server, proxied
@@ -25,14 +28,18 @@ pytestmark = [pytest.mark.sglang, pytest.mark.dist, pytest.mark.timeout(1500)]
 SMALL = {"max_bytes": 100_000}  # several buckets
 
 
-@pytest.fixture(params=["handles", "disk"])
-def way(request: pytest.FixtureRequest, tiny_models: Models, tmp_path: Path) -> dict[str, Any]:
-    if request.param == "handles":
-        return {"handles": True, **SMALL}
+@pytest.fixture
+def folder(tiny_models: Models, tmp_path: Path) -> Path:
+    """That versions are published in."""
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "served").symlink_to(tiny_models.a)
-    return {"folder": folder, **SMALL}
+    return folder
+
+
+@pytest.fixture(params=["handles", "disk"])
+def way(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    return {"handles": True, **SMALL} if request.param == "handles" else {"folder": folder, **SMALL}
 
 
 @pytest.fixture
@@ -129,6 +136,61 @@ def test_memory_is_released_and_resumed_in_an_order_that_its_scheduler_survives(
         ]
         * 2
     )
+
+
+# --- files that are not what was written ----------------------------------------------------------
+
+
+def flipped(version: Path, old: Path) -> str:
+    """One bit of one tensor is another one."""
+    file = max(version.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    name = min(name for name in load_file(file) if name.endswith("_proj.weight"))
+    raw = bytearray(file.read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    begin, end = json.loads(raw[8 : 8 + size])[name]["data_offsets"]
+    raw[8 + size + (begin + end) // 2] ^= 1
+    file.write_bytes(raw)
+    return name
+
+
+def of_other_weights(version: Path, old: Path) -> str:
+    """A whole file has the tensors of the version before."""
+    file = min(version.glob("*.safetensors"))
+    before = load_file(old / "model.safetensors")
+    save_file({name: before[name] for name in load_file(file)}, file, metadata={"format": "pt"})
+    return min(load_file(file))
+
+
+@pytest.mark.parametrize("damage", [flipped, of_other_weights])
+@pytest.mark.parametrize("nth", [0, 1], ids=["at once", "when it proves itself"])
+def test_a_damaged_file_is_found_before_its_version_is_served(
+    pool: WorkerPool,
+    sglang_server: SGLangServer,
+    tiny_models: Models,
+    folder: Path,
+    damage: Callable[[Path, Path], str],
+    nth: int,
+) -> None:
+    ok(sglang_server, "/update_weights_from_disk", model_path=str(tiny_models.a))
+    ok(sglang_server, "/update_weight_version", new_version="before")
+    names, asked = [], itertools.count()
+
+    def forge(body: dict[str, Any]) -> dict[str, Any]:
+        if next(asked) == nth:
+            names.append(damage(Path(body["model_path"]), tiny_models.a))
+        return body
+
+    real = Server("sglang", sglang_server.url, sglang_server.key, 0, multiprocessing.Process())
+    with proxied(real, "/update_weights_from_disk", times=2, forge=forge) as proxy:
+        about = {**described(sglang_server), "url": proxy.url}
+        [bad] = push(pool, tiny_models, [about], [0], folder=folder, **SMALL)
+        assert next(asked) == nth + 1
+    assert set(bad.lost) == {"sglang"} and names[0] in bad.lost["sglang"], bad.lost
+    status, about = sglang_server.request("GET", "/model_info", key=sglang_server.key)
+    assert (status, about["weight_version"]) == (200, "before")
+    [good] = push(pool, tiny_models, [described(sglang_server)], [0], folder=folder, **SMALL)
+    assert good.lost == {}
+    serves(sglang_server, tiny_models.b, 101)
 
 
 @pytest.mark.slow
