@@ -16,6 +16,11 @@ def ask(server: dict[str, Any], path: str, **body: Any) -> Any:
         return json.load(response)
 
 
+def checksum_of(server: dict[str, Any]) -> str:
+    """SGLang's own, of everything that it computes with, on all its ranks."""
+    return str(ask(server, "/weights_checker", action="checksum")["per_engine_checksum"])
+
+
 def sampled(server: dict[str, Any]) -> dict[str, Any]:
     """Log-probs of PROMPT[1:], the version that says so, and how much of the prompt was ``cached``
     as it came.

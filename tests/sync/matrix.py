@@ -7,6 +7,7 @@ and what transformers computes from what these stand for.
 
 import hashlib
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,26 @@ from tests.helpers.families import reference_logprobs
 from tests.helpers.fp8_blocks import plain_values
 from tests.helpers.samples import random_samples
 from tests.helpers.tools import tool
-from tests.sync.asked import PROMPT, ask, sampled
+from tests.sync.asked import PROMPT, ask, checksum_of, sampled
 from tests.sync.servers import digests_of
 
-LAYOUTS = [{}, {"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}, {"tp": 2, "dp": 2, "ep": 2}]
+LAYOUTS: list[dict[str, int]] = [
+    {},
+    {"tp": 2},
+    {"dp": 2, "ep": 2},
+    {"pp": 2},
+    {"tp": 2, "dp": 2, "ep": 2},
+]
 WAYS = ["broadcast", "colocated", "disk"]
 PRECISIONS = ["fp32", "bf16", "fp8 f32", "fp8 power_of_two"]
+QUICK: list[Any] = [{"dp": 2, "ep": 2}, "fp8 power_of_two", 1]  # the cell that is not slow
 SIZES = ("--hidden", "256", "--heads", "8", "--head-dim", "64", "--kv-heads", "4")
 MORE = ("--layers", "2", "--moe-ffn", "256", "--init-std", "0.05", "--max-positions", "512")
+
+
+def slow_but_one(values: Sequence[Any]) -> list[Any]:
+    """Parameters of a test, of which one is not slow: a cell is slow if anything in it is."""
+    return [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 @dataclass(frozen=True)
@@ -50,20 +63,22 @@ class Pair:
     that is not in codes. ``tolerance``: of what a server computes in it.
     """
 
+    precision: str
     dtype: str
     old: Model
     new: Model
     tolerance: float
 
 
-def make_pair(precision: str, folder: Path) -> Pair:
-    source = make_tiny_model(folder / "source", *SIZES, *MORE)
+def make_pair(precision: str, folder: Path, source: Path | None = None) -> Pair:
+    """``source``: a model in fp32 instead of a tiny Qwen3-MoE."""
+    source = source or make_tiny_model(folder / "source", *SIZES, *MORE)
     old, new = (_made(precision, source, folder / str(k), k) for k in range(2))
     before, after = digests_of(old.served), digests_of(new.served)
     assert before.keys() == after.keys() and not any(before[n] == after[n] for n in after)
     if precision == "bf16":  # every operation rounds, and those of transformers do not
-        return Pair("bf16", old, new, 0.1)
-    return Pair("fp32", old, new, 5e-5)
+        return Pair(precision, "bf16", old, new, 0.1)
+    return Pair(precision, "fp32", old, new, 5e-5)
 
 
 def _made(precision: str, source: Path, folder: Path, seed: int) -> Model:
@@ -91,10 +106,14 @@ def push_each_way(
     engine: str,
     server: dict[str, Any],
     folder: Path,
+    record: Callable[[str, object], None],
 ) -> None:
-    """Every transport, to a server that holds the old weights, and what became of it."""
+    """Every transport, to a server that holds the old weights, and what became of it. ``record``:
+    where tools/push_table.py finds what passed.
+    """
     expected = digests_of(pair.new.served)
     files = _from_files(pair.new.served, server)
+    checksum = checksum_of(server) if engine == "sglang" else None
     assert files["logprobs"] == pytest.approx(pair.new.logprobs.tolist(), abs=pair.tolerance)
     own = None if pair.new.served == pair.new.trained else pair.new.served
     ranks = pool.run(
@@ -117,12 +136,16 @@ def push_each_way(
         assert found["receipt"].digest == _digest_of(expected), where
         assert found["receipt"].tensors == len(expected), where
         assert found["moves"] == [("commit", "0", str(version))], (where, found["moves"])
+        assert found["checksum"] == checksum, where  # of all that it computes with, by its own code
         # Its own files, loaded by its own code, give the very same numbers.
         assert found["new"]["logprobs"] == files["logprobs"] != found["old"]["logprobs"], where
         # What was asked before is not answered from keys of the old weights.
         assert bool(found["old"]["cached"]) == (engine == "sglang"), where
         assert found["new"]["cached"] == 0, where
         assert (found["old"]["version"], found["new"]["version"]) == ("0", str(version)), where
+        axes = "x".join(f"{axis.upper()}{n}" for axis, n in layout.items() if axis != "dp")
+        kind = f"sglang TP{server['ranks']}" if engine == "sglang" else engine
+        record("push", f"{kind}|{pair.precision}|{axes or 1}|{way}")
 
 
 def _from_files(folder: Path, server: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.dist import WorkerPool
-from tests.sync.matrix import LAYOUTS, PRECISIONS, Pair, make_pair, push_each_way
+from tests.sync.matrix import LAYOUTS, PRECISIONS, Pair, make_pair, push_each_way, slow_but_one
 from tests.sync.servers import Server, several
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist]
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
+@pytest.fixture(scope="module", params=slow_but_one(PRECISIONS))
 def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(request.param, tmp_path_factory.mktemp("pair"))
 
@@ -25,8 +25,13 @@ def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield server
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", slow_but_one(LAYOUTS), ids=str)
 def test_every_way_from_every_layout(
-    pool: WorkerPool, pair: Pair, server: Server, layout: dict[str, int], tmp_path: Path
+    pool: WorkerPool,
+    pair: Pair,
+    server: Server,
+    layout: dict[str, int],
+    tmp_path: Path,
+    record_property: Any,
 ) -> None:
-    push_each_way(pool, pair, layout, "embedded", server.described, tmp_path)
+    push_each_way(pool, pair, layout, "embedded", server.described, tmp_path, record_property)

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megarl.rundir import RunDir
 from megarl.transports import build_transport
 from tests.actor.work import config_for, make_actor
-from tests.sync.asked import ask, sampled
+from tests.sync.asked import ask, checksum_of, sampled
 from tests.sync.watched import Watched
 
 
@@ -31,7 +31,8 @@ def push_each_way(
     ``served``: a folder in the servers' form, if it is not the trainer's.
 
     Of rank 0, for every way: ``lost``, ``receipt``, ``moves`` of the version (operation, from, to),
-    ``digests`` that the server confirms, and what it samples before and after, see ``sampled``.
+    ``digests`` that the server confirms, SGLang's own ``checksum``, and what it samples before and
+    after, see ``sampled``.
     """
     found = []
     precision = {"dtype": dtype}
@@ -61,6 +62,7 @@ def push_each_way(
                     "moves": [(op, a, b) for op, a, b in sink.seen if a != b],
                     "operations": [op for op, *_ in sink.seen],
                     "digests": sink.control("digest", {}, 60)["digests"],
+                    "checksum": checksum_of(server) if engine == "sglang" else None,
                     "old": old,
                     "new": sampled(server),
                 }
