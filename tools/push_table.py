@@ -44,9 +44,9 @@ def passed(report: Path) -> Passed:
     """By server and precision, and by layout: the transports."""
     found: Passed = defaultdict(lambda: defaultdict(list))
     for entry in ElementTree.parse(report).iter("property"):
-        if entry.get("name") == "push":
-            server, precision, layout, way = entry.get("value", "").split("|")
-            found[server, precision][layout].append(way)
+        if entry.get("name") in ("cell", "push"):
+            server, precision, layout, *way = entry.get("value", "").split("|")
+            found[server, precision][layout] += way
     return found
 
 
@@ -56,9 +56,15 @@ def table(found: Passed) -> list[str]:
     lines = ["", f"| servers | precision | {' | '.join(layouts)} |"]
     lines.append("|---" * (2 + len(layouts)) + "|")
     for (server, precision), cells in sorted(found.items()):
-        row = ("all" if set(cells[k]) == ways else ", ".join(cells[k]) or "-" for k in layouts)
+        row = (_cell(cells[k], ways) for k in layouts)
         lines.append(f"| {server} | {precision} | {' | '.join(row)} |")
     return [*lines, "", f"all: {', '.join(sorted(ways))}"]
+
+
+def _cell(its: list[str], ways: set[str]) -> str:
+    if not its:
+        return "-"
+    return "all" if set(its) == ways else ", ".join(its)
 
 
 if __name__ == "__main__":

@@ -111,6 +111,10 @@ def push_each_way(
     """Every transport, to a server that holds the old weights, and what became of it. ``record``:
     where tools/push_table.py finds what passed.
     """
+    axes = "x".join(f"{axis.upper()}{n}" for axis, n in layout.items() if axis != "dp")
+    kind = f"sglang TP{server['ranks']}" if engine == "sglang" else engine
+    cell = f"{kind}|{pair.precision}|{axes or 1}"
+    record("cell", cell)
     expected = digests_of(pair.new.served)
     files = _from_files(pair.new.served, server)
     checksum = checksum_of(server) if engine == "sglang" else None
@@ -143,9 +147,7 @@ def push_each_way(
         assert bool(found["old"]["cached"]) == (engine == "sglang"), where
         assert found["new"]["cached"] == 0, where
         assert (found["old"]["version"], found["new"]["version"]) == ("0", str(version)), where
-        axes = "x".join(f"{axis.upper()}{n}" for axis, n in layout.items() if axis != "dp")
-        kind = f"sglang TP{server['ranks']}" if engine == "sglang" else engine
-        record("push", f"{kind}|{pair.precision}|{axes or 1}|{way}")
+        record("push", f"{cell}|{way}")
 
 
 def _from_files(folder: Path, server: dict[str, Any]) -> dict[str, Any]:
