@@ -140,6 +140,8 @@ def push_each_way(
         assert found["receipt"].digest == _digest_of(expected), where
         assert found["receipt"].tensors == len(expected), where
         assert found["moves"] == [("commit", "0", str(version))], (where, found["moves"])
+        proof = [op for op in found["operations"] if op in ("snapshot", "compare")]
+        assert proof == (["snapshot", "compare"] if engine == "sglang" else []), where
         assert found["checksum"] == checksum, where  # of all that it computes with, by its own code
         # Its own files, loaded by its own code, give the very same numbers.
         assert found["new"]["logprobs"] == files["logprobs"] != found["old"]["logprobs"], where
