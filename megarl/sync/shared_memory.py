@@ -29,6 +29,7 @@ from megarl.errors import SyncError
 from megarl.protocols import WeightSink
 from megarl.sync.packing import Packed, described
 
+_KEPT = 2  # maps of a process: a sender's buffers take turns
 _NAME = "megarl-weights"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -99,15 +100,23 @@ class SharedMemory:
 
 
 class Maps:
-    """Another process's memory, as this one reads it; kept until ``forget``."""
+    """Other processes' memory, as this one reads it.
+
+    Memory lives as long as somebody maps it, and every bucket that is too large for a sender's two
+    buffers has memory of its own. So no more is kept than the last two of each process, until
+    ``forget``.
+    """
 
     def __init__(self) -> None:
-        self._maps: dict[Place, Tensor] = {}
+        self._maps: dict[Place, Tensor] = {}  # the one that was read last is the last
 
     def read(self, place: Place) -> Tensor:
         """u8 [num_bytes], not to be written to. Raises SyncError where it is not to be had."""
-        if place not in self._maps:
-            self._maps[place] = _map(place)
+        memory = self._maps.pop(place, None)
+        before = [other for other in self._maps if other.pid == place.pid]
+        for other in before[: 1 - _KEPT]:
+            del self._maps[other]
+        self._maps[place] = _map(place) if memory is None else memory
         return self._maps[place]
 
     def forget(self) -> None:

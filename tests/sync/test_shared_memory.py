@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from megarl.errors import SyncError
+from megarl.sync.packing import Packer
 from megarl.sync.shared_memory import Maps, Place, SharedMemory
+from megarl.sync.stream import pieces
 
 OWNER = """
 import sys, dataclasses, json, torch
@@ -148,3 +150,36 @@ def test_pieces_of_memory_are_told_apart_and_given_back_with_their_tensors() -> 
     del first
     assert "cannot be opened" in other(places[0]) or "is not the trainer's" in other(places[0])
     assert bool((Maps().read(places[1]) == 9).all())
+
+
+def mapped() -> list[str]:
+    """Of the memory of pushes that this process maps: inodes."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split()[4] for line in lines if "memfd:megarl-weights" in line]
+
+
+def test_a_reader_keeps_the_last_two_pieces_of_each_owner(owner: Owner) -> None:
+    """Buckets that are too large for the sender's buffers each come in memory of their own, which
+    lives as long as a reader has it. Another sender's is not given up for them.
+    """
+    shared, maps, before = SharedMemory(), Maps(), set(mapped())
+    theirs = maps.read(owner.place)
+    large = ([(f"w{k}", torch.full((2**16,), k))] for k in range(6))
+    for bucket in Packer(2**12, torch.device("cpu"), allocate=shared.buffer).pack(pieces(large)):
+        place = Place(**shared.message(bucket, None)["place"])  # type: ignore[arg-type]
+        assert torch.equal(maps.read(place)[: bucket.flat.numel()], bucket.flat)
+        del bucket
+        # its own and the reader's of two, and the one of the other owner
+        assert len(set(mapped()) - before) <= 3 and len(mapped()) <= len(before) + 5
+    assert maps.read(owner.place) is theirs
+    maps.forget()
+    del theirs
+    assert set(mapped()) <= before | {str(place.inode)}
+
+
+def test_two_buffers_that_take_turns_are_mapped_once() -> None:
+    shared, maps = SharedMemory(), Maps()
+    buffers = [shared.buffer(4096), shared.buffer(4096)]
+    first = [maps.read(shared.place(buffer)) for buffer in buffers]
+    for turn in (0, 1, 0, 0, 1, 1):
+        assert maps.read(shared.place(buffers[turn])) is first[turn]
