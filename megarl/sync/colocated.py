@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megarl.protocols import WeightSink
-from megarl.sync.asking import ask, failed
+from megarl.sync.asking import ask, failed, refusals
 from megarl.sync.carrier import Outcome
 from megarl.sync.packing import Packed
 
@@ -33,6 +33,10 @@ class Handover(Protocol):
 
     def message(self, bucket: Packed, sink: WeightSink) -> Mapping[str, Any]:
         """JSON; ``bucket.flat`` is the beginning of one of the buffers."""
+        ...
+
+    def failed(self, sink: WeightSink) -> None:
+        """It did not take what the last message told of, or nobody knows whether it did."""
         ...
 
 
@@ -62,8 +66,10 @@ class Colocated:
             for sink, message in zip(sinks, told, strict=True)
         ]
         wait(replies)
-        pairs = zip(sinks, replies, strict=True)
-        return Outcome(lost={s.name: str(r.exception()) for s, r in pairs if failed(r)})
+        for sink, reply in zip(sinks, replies, strict=True):
+            if failed(reply):
+                self._handover.failed(sink)
+        return Outcome(lost=refusals(sinks, replies))
 
     def finish(
         self, version: int, digests: Mapping[str, str], sinks: Sequence[WeightSink]

@@ -92,6 +92,9 @@ class SharedMemory:
     def message(self, bucket: Packed, sink: WeightSink) -> Mapping[str, Any]:
         return {**described(bucket), "place": asdict(self.place(bucket.flat))}
 
+    def failed(self, sink: WeightSink) -> None:
+        """What it maps is its own."""
+
     def place(self, flat: Tensor) -> Place:
         """Of the piece that ``flat`` is the beginning of."""
         memory, place = self._places[flat.data_ptr()]

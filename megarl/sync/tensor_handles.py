@@ -12,13 +12,19 @@ go to servers on loopback only, with their key.
 2. On GPU every tensor-parallel rank of a server opens the same allocation, over NVLink or PCIe
    where it is another device's. Devices are told by UUID: numbers depend on CUDA_VISIBLE_DEVICES.
 3. Each rank gets handles of its own: they are counted, and using one twice would free the memory.
+4. A server that is lost may never open what it was told of, and nobody knows whether it did. So on
+   CPU the last count is never given back, and the memory's name goes with the buffer, whatever is
+   counted. On GPU every handle has a count of its own, which is given back when the server fails.
 """
 
 import base64
 import io
 import ipaddress
+import weakref
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +36,11 @@ from megarl.protocols import WeightSink
 from megarl.sync.packing import Packed
 from megarl.sync.stream import dtype_of, offsets_of
 
+_SHARED = Path("/dev/shm")  # where names of shared memory are files, on Linux
 _CUDA_DEVICE = 6  # of the arguments of ``rebuild_cuda_tensor``
+_CUDA_COUNT = slice(11, 13)  # likewise: the file that counts are in, and where in it
+
+_Counts = list[tuple[bytes, int]]
 
 
 class TensorHandles:
@@ -40,11 +50,15 @@ class TensorHandles:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._counts: dict[str, _Counts] = {}  # of what a server was told of last
 
     def buffer(self, num_bytes: int) -> Tensor:
         if self.device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         storage = torch.UntypedStorage._new_using_filename_cpu(num_bytes)
+        _, name, _ = storage._share_filename_cpu_()
+        storage._shared_incref()  # so that no reader that is late removes what is removed already
+        weakref.finalize(storage, _unlink, name)
         return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
 
     def refuse(self, sink: WeightSink) -> str:
@@ -61,10 +75,22 @@ class TensorHandles:
         )
 
     def message(self, bucket: Packed, sink: WeightSink) -> Mapping[str, Any]:
-        return {"serialized_named_tensors": [_handles(bucket) for _ in range(sink.ranks)]}
+        counts = self._counts[sink.name] = []
+        return {"serialized_named_tensors": [_handles(bucket, counts) for _ in range(sink.ranks)]}
+
+    def failed(self, sink: WeightSink) -> None:
+        """A count that the server has given back itself is beyond zero then, which torch takes for
+        free as well, and uses no more.
+        """
+        for count in self._counts.pop(sink.name, ()):
+            torch.UntypedStorage._release_ipc_counter_cuda(*count)
 
 
-def _handles(bucket: Packed) -> str:
+def _unlink(name: bytes) -> None:
+    _SHARED.joinpath(name.decode().strip("/")).unlink(missing_ok=True)
+
+
+def _handles(bucket: Packed, counts: _Counts) -> str:
     """SGLang's "flattened_bucket": the bytes of all tensors, and where each is among them."""
     offsets = offsets_of(bucket.specs)
     metadata = [
@@ -80,14 +106,16 @@ def _handles(bucket: Packed) -> str:
     ]
     out = io.BytesIO()
     pickler: Any = ForkingPickler(out)
-    pickler.dispatch_table |= {torch.UntypedStorage: _by_name, torch.Tensor: _tensor}  # its own
+    tensor = partial(_tensor, counts=counts)
+    pickler.dispatch_table |= {torch.UntypedStorage: _by_name, torch.Tensor: tensor}  # its own
     pickler.dump({"flattened_tensor": bucket.flat, "metadata": metadata})
     return base64.b64encode(out.getvalue()).decode()
 
 
-def _tensor(tensor: Tensor) -> Any:
+def _tensor(tensor: Tensor, counts: _Counts) -> Any:
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if tensor.is_cuda:
+        counts.append(arguments[_CUDA_COUNT])
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
         arguments = (*arguments[:_CUDA_DEVICE], uuid, *arguments[_CUDA_DEVICE + 1 :])
     return rebuild, arguments
