@@ -7,9 +7,13 @@ ends as nothing does that is copied along with a model (``hf_files.py``).
 """
 
 import fcntl
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "weights.digests"
 
@@ -23,16 +27,36 @@ def reading(folder: Path) -> Iterator[None]:
         yield
         return
     with manifest:
-        with suppress(OSError):  # a file system without locks
+        try:
             fcntl.flock(manifest, fcntl.LOCK_SH)
+        except OSError as error:
+            log.warning("%s is read without a lock, and may be removed: %s", folder, error)
         yield
 
 
 def is_read(folder: Path) -> bool:
-    """Whether somebody is ``reading`` it, on whatever machine, where the file system knows."""
-    with suppress(OSError), (folder / MANIFEST).open("rb") as manifest:
-        try:
-            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    """Whether somebody is ``reading`` it, on whatever machine, as far as one can tell: where it
+    cannot be locked, somebody may be.
+    """
+    try:
+        _lock_alone(folder / MANIFEST)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        log.warning("%s stays: whether it is read cannot be told: %s", folder, error)
+        return True
     return False
+
+
+def _lock_alone(file: Path) -> None:
+    """For a moment. NFS locks as ``fcntl`` does, alone only through what may be written to; other
+    file systems do not ask, and a file may be another user's.
+    """
+    try:
+        handle: IO[bytes] = file.open("r+b")
+    except OSError:
+        handle = file.open("rb")
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -75,7 +75,7 @@ class Disk:
         assert self._publisher is not None, "rank 0 has one"
         if version != self._published:
             assert self._staged is not None, "rank 0 sends"
-            self._publisher.publish(self._staged, version, digests)
+            self._publisher.publish(self._staged, version, digests, self._timeout_s)
             self._staged, self._published = None, version
         return self._load(version, sinks)
 

@@ -12,14 +12,18 @@
 1. A folder that is called ``version_N`` is whole and durable: it gets that name by a rename.
 2. A run that is killed leaves staging folders and nothing else; whoever owns the folder next
    removes them. Versions of an earlier run go with the first that is published.
-3. What somebody is reading (``published.reading``) is not removed; it goes later.
+3. What somebody is reading (``published.reading``) is not removed, nor what cannot be locked, which
+   is no news of readers; it goes later.
 4. Whatever else is in FOLDER is left alone.
+5. Other ranks' files may come to rank 0's sight late: machines keep listings of network folders for
+   up to a minute (NFS: ``acdirmax``). It looks again for what is missing.
 """
 
 import fcntl
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +41,8 @@ from megarl.sync.stream import dtype_name, push_digest
 from megarl.types import TensorSpec
 
 KEPT = 2
+LISTED_S = 90.0  # by when a listing shows what others wrote before: NFS keeps one for 60 s at most
+_LOOK_S = 0.25
 _STAGING, _GONE, _LOCK = ".megarl-staging-", ".megarl-gone-", ".megarl-lock"
 _VERSION = "version_"
 
@@ -76,13 +82,16 @@ class Publisher:
                 for path in folder.glob(pattern):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def publish(self, staged: Path, version: int, digests: Mapping[str, str]) -> Path:
+    def publish(
+        self, staged: Path, version: int, digests: Mapping[str, str], within_s: float = 0.0
+    ) -> Path:
         """The files in ``staged`` are durable. Raises SyncError if they are not exactly the tensors
-        of ``digests``.
+        of ``digests``, or are not to be seen ``within_s``.
         """
         out = version_folder(self.folder, version)
         with blamed_on(self.folder):
-            self._complete(staged, version, digests)
+            places = _all_places(staged, digests, min(within_s, LISTED_S))
+            self._complete(staged, version, digests, places)
             if (out / MANIFEST).is_file():  # of a run that went on from the same step
                 self._remove(out)
             os.replace(staged, out)
@@ -96,16 +105,14 @@ class Publisher:
             os.close(self._lock)
             self._lock = None
 
-    def _complete(self, staged: Path, version: int, digests: Mapping[str, str]) -> None:
+    def _complete(
+        self,
+        staged: Path,
+        version: int,
+        digests: Mapping[str, str],
+        places: Mapping[str, Place],
+    ) -> None:
         """Everything but the weights."""
-        places = _places(sorted(staged.glob("*.safetensors")))
-        missing, more = sorted(digests.keys() - places), sorted(places.keys() - digests)
-        if missing or more:
-            raise SyncError(
-                f"{staged} does not hold what was sent: {len(missing)} tensors are missing "
-                f"{missing[:3]}, {len(more)} were not sent {more[:3]}; do all ranks share this "
-                "file system?"
-            )
         codes = any(place.dtype == torch.float8_e4m3fn for place in places.values())
         quantization = read_object(self._beside / "config.json").get(KEY) if codes else None
         write_beside(self._beside, staged, _specs(places), quantization)
@@ -148,6 +155,23 @@ def _own(folder: Path) -> int:
     os.ftruncate(handle, 0)
     os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}".encode())
     return handle
+
+
+def _all_places(staged: Path, digests: Mapping[str, str], within_s: float) -> dict[str, Place]:
+    """Of exactly the tensors of ``digests``; what is missing is looked for again."""
+    deadline = time.monotonic() + within_s
+    while True:
+        places = _places(sorted(staged.glob("*.safetensors")))
+        missing, more = sorted(digests.keys() - places), sorted(places.keys() - digests)
+        if not missing and not more:
+            return places
+        if more or time.monotonic() >= deadline:
+            raise SyncError(
+                f"{staged} does not hold what was sent: {len(missing)} tensors are missing "
+                f"{missing[:3]}, {len(more)} were not sent {more[:3]}; do all ranks share this "
+                f"file system? Looked for {within_s:g} s"
+            )
+        time.sleep(_LOOK_S)
 
 
 def _places(files: list[Path]) -> dict[str, Place]:

@@ -1,5 +1,6 @@
 """Versions in a shared folder: whole or not there, whatever stops whoever makes them."""
 
+import errno
 import fcntl
 import json
 import resource
@@ -7,8 +8,10 @@ import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
@@ -53,9 +56,9 @@ def weights(seed: int) -> Tensors:
 class Run:
     """Two senders, of which the first is rank 0's."""
 
-    def __init__(self, folder: Path, served: Path, name: str = "r") -> None:
+    def __init__(self, folder: Path, served: Path, name: str = "r", timeout_s: float = 0.5) -> None:
         self.publisher = Publisher(folder, served)
-        about = {"run": name, "timeout_s": 5.0}
+        about = {"run": name, "timeout_s": timeout_s}
         self.senders = [
             Disk(folder, label="rank0", publisher=self.publisher, **about),
             Disk(folder, label="rank1", **about),
@@ -268,3 +271,83 @@ def test_a_reader_that_holds_no_lock_counts_as_none(run: Run, folder: Path) -> N
         fcntl.flock(manifest, fcntl.LOCK_SH)
         assert is_read(version)
     assert not is_read(version) and not is_read(folder / "version_2")
+
+
+def test_a_file_that_is_listed_late_is_waited_for(folder: Path, fp8_served: Path) -> None:
+    """As another machine's may be, which was there all along."""
+    run = Run(folder, fp8_served, timeout_s=60.0)
+    digests = run.send(weights(1))
+    [staged] = folder.glob(".megarl-staging-*")
+    file = sorted(staged.glob("model-rank1-*"))[-1]
+    hidden = file.replace(folder / "hidden")
+    shown = threading.Timer(0.3, hidden.replace, [file])
+    shown.start()
+    run.senders[0].finish(1, digests, [])
+    shown.join()
+    version = folder / "version_1"
+    found = {name for file in version.glob("*.safetensors") for name in load_file(file)}
+    assert found == digests.keys()
+    index = json.loads((version / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == digests.keys()
+    run.close()
+
+
+def as_nfs_does(handle: IO[bytes], how: int) -> None:
+    """flock(2) over NFS: a lock of the bytes by ``fcntl``, which for an exclusive one wants a
+    descriptor that may be written to. Those of open files, as these conflict inside a process, too.
+    """
+    kind = {fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_EX: fcntl.F_WRLCK}[how & ~fcntl.LOCK_NB]
+    asked = struct.pack("hhqqi4x", kind, 0, 0, 0, 0)
+    fcntl.fcntl(handle, fcntl.F_OFD_SETLK, asked)
+
+
+def test_a_lease_holds_where_flock_is_emulated_as_over_nfs(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.publish(1, weights(1))
+    monkeypatch.setattr(fcntl, "flock", as_nfs_does)
+    version = folder / "version_1"
+    with reading(version):
+        assert is_read(version)
+        with reading(version):
+            assert is_read(version)
+    assert not is_read(version)
+
+
+@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.EACCES, errno.EOPNOTSUPP])
+def test_what_cannot_be_locked_may_be_read_and_stays(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for version in (1, 2):
+        run.publish(version, weights(version))
+
+    def refuse(handle: Any, how: int) -> None:
+        raise OSError(code, "no")
+
+    with monkeypatch.context() as locks:
+        locks.setattr(fcntl, "flock", refuse)
+        assert is_read(folder / "version_1") and not is_read(folder / "version_9")
+        run.publish(3, weights(3))
+    assert names(folder) == {f"version_{k}" for k in (1, 2, 3)} | {".megarl-lock"}
+    run.publish(4, weights(4))
+    assert names(folder) == {"version_3", "version_4", ".megarl-lock"}
+
+
+def test_a_file_that_cannot_be_written_to_is_locked_through_what_can_be_read(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's, or on a file system that is mounted to be read; root may write to any."""
+    run.publish(1, weights(1))
+    version, open_file = folder / "version_1", Path.open
+
+    def read_only(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "+" in mode:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open_file(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    assert not is_read(version)
+    with reading(version):
+        assert is_read(version)
+    monkeypatch.setattr(fcntl, "flock", as_nfs_does)
+    assert is_read(version)  # nobody knows
