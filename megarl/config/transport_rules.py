@@ -36,9 +36,6 @@ def _one_machine(config: Config) -> Iterator[Problem]:
                 "servers read the trainer's memory; or broadcast or disk"
             )
             yield Problem(f"rollout.urls[{i}]", url, accepted)
-    if rollout.engine == "sglang" and rollout.server_dp > 1:
-        accepted = "1 with sync.transport=colocated: SGLang takes no tensors then; or broadcast"
-        yield Problem("rollout.server_dp", str(rollout.server_dp), accepted)
 
 
 def _folder(config: Config) -> Iterator[Problem]:

@@ -18,6 +18,8 @@ VALID = [
     Case([COLOCATED], {}),
     Case([COLOCATED, "sync.delta=true"], {}),
     Case([COLOCATED, *SGLANG, "rollout.server_tp=2"], {}),
+    Case([COLOCATED, *SGLANG, "rollout={server_tp: 4, server_dp: 2}"], {}),
+    Case([*SGLANG, "rollout={server_tp: 4, server_dp: 2}"], {}),
     *(
         Case([COLOCATED, f"rollout.urls=['http://{host}:1']", KEY], {})
         for host in ("127.0.0.1", "localhost", "[::1]", "127.1.2.3")
@@ -41,8 +43,6 @@ WRONG = [
              {"rollout.urls[1]": [host, "sync.transport=colocated", "127.0.0.1"]})
         for host in ("10.0.0.3", "node7", "[2001:db8::1]")
     ),
-    Case([COLOCATED, *SGLANG, "rollout={server_tp: 2, server_dp: 2}"],
-         {"rollout.server_dp": ["2", "SGLang takes no tensors"]}),
     *(
         Case(["rollout.release_memory=true", f"rollout.schedule={schedule}"],
              {"rollout.release_memory": [schedule, "servers sample while the trainer trains"]})
