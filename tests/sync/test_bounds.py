@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.actor.compare import mesh_of
 from tests.helpers.dist import WorkerPool
+from tests.helpers.families import save_model, wide
 
 pytestmark = pytest.mark.dist
 
@@ -84,3 +85,17 @@ def test_a_rank_that_gathers_everything_first_is_beyond_the_bound(
     # half of them are the sender's own, and not copied
     assert sender["peak"] >= experts // 2 + 2 * BUCKET > 2 * bound(sender, layout)
     assert other["peak"] == 0
+
+
+def test_a_sender_of_fp8_holds_two_buckets_and_a_parameter_as_it_is_rounded(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Rounding a matrix takes no more than a plain push has for a parameter."""
+    hf = save_model("qwen3_moe yarn", tmp_path, **wide("qwen3_moe yarn"))
+    layout = {"dp": 2, "ep": 2}
+    sender, other = send(pool, hf, layout, 1, fp8=True)
+    experts = {n: t for n, t in load_file(hf / "model.safetensors").items() if ".experts." in n}
+    assert experts and all(sender["sizes"][name] == t.numel() for name, t in experts.items())
+    assert sum(sender["sizes"].values()) > bound(sender, layout)
+    assert 2 * BUCKET <= sender["peak"] <= bound(sender, layout)
+    assert other["sizes"] == {} and other["peak"] == 0
