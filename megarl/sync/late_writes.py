@@ -30,6 +30,7 @@ class LateWrites:
         self._wait(left=1)
         self._buffers.reverse()
         if self._buffers[0].numel() < num_bytes:
+            self._buffers[0] = torch.empty(0, dtype=torch.uint8)  # the old one goes first
             self._buffers[0] = torch.empty(num_bytes, dtype=torch.uint8)
         return self._buffers[0][:num_bytes]
 

@@ -132,7 +132,11 @@ class ModelReceiver:
         where, size = Place.of_json(place), num_bytes(specs)
         if size > where.num_bytes:
             raise SyncError(f"{len(specs)} tensors have {size} bytes, the memory {where.num_bytes}")
-        self.take(specs, self._maps.read(where)[:size])
+        try:
+            self.take(specs, self._maps.read(where)[:size])
+        except BaseException:
+            self._maps.forget()
+            raise
 
     def fetch(self, specs: Sequence[TensorSpec], group: str, into: torch.Tensor) -> torch.Tensor:
         """The bytes of a flat bucket from the group's sender, u8 [bytes]: they lie in ``into``, u8

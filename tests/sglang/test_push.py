@@ -12,6 +12,7 @@ import pytest
 
 from megarl.rollout.control import ServerControl
 from megarl.rollout.probe import Probe
+from megarl.sync.group import create_store, join_group, leave_group
 from megarl.types import Push
 from tests.helpers.dist import WorkerPool
 from tests.sglang.conftest import Models
@@ -144,6 +145,30 @@ def test_who_cannot_prove_itself_is_lost_alone_and_proves_itself_in_the_next_pus
     assert second.receipt and third.receipt and received == 2 + 2 + 1
     assert (second.receipt.calls, third.receipt.calls) == (2, 1)
     serves(sglang_server, tiny_models.b, 103)
+
+
+def test_groups_of_a_trainer_that_was_killed_are_left_when_the_next_one_comes(
+    sglang_server: SGLangServer,
+) -> None:
+    """Those of the same trainer are not, nor others'."""
+    names = ["megarl-one-rank0-1", "megarl-one-rank1-1", "others", "megarl-two-rank0-1"]
+    mine = []
+    with ThreadPoolExecutor(1) as background:
+        for name in names:
+            store, port = create_store("127.0.0.1")
+            how = {"world_size": 2, "group_name": name, "backend": "gloo"}
+            place = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1}
+            path = "/init_weights_update_group"
+            joining = background.submit(ok, sglang_server, path, **place, **how)
+            mine.append(join_group(store, rank=0, timeout_s=30.0, **how))
+            joining.result()
+    left = [
+        sglang_server.post("/destroy_weights_update_group", {"group_name": name})[0]
+        for name in names
+    ]
+    for group in mine:
+        leave_group(group)
+    assert left == [400, 400, 200, 200]
 
 
 @pytest.mark.slow
