@@ -10,7 +10,7 @@ ARGS ?=
 PYTEST_ARGS ?=
 # Processes that run tests at the same time; each test may start more.
 TEST_WORKERS ?= 2
-PYTEST := $(PYTHON_VENV) -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(PYTHON_VENV) -m pytest -n $(TEST_WORKERS) --no-loadscope-reorder
 # What `make setup` installs: run, or dev for the test and lint tools as well.
 GROUP ?= run
 NVCC ?= nvcc

@@ -14,7 +14,10 @@ from tests.helpers.required import (  # noqa: F401 (hooks)
     pytest_configure,
     pytest_runtest_makereport,
 )
-from tests.helpers.workers import pytest_collection_modifyitems  # noqa: F401 (a hook)
+from tests.helpers.workers import (  # noqa: F401 (hooks)
+    pytest_collection_modifyitems,
+    pytest_xdist_make_scheduler,
+)
 
 # As in every process of a run, and for those that tests start: more threads than cores wait for
 # each other, and sums in another order are other bits.

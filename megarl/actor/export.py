@@ -70,20 +70,29 @@ class MegatronWeights:
         order = sorted(range(len(weights)), key=places.__getitem__)
         return [weights[i] for i in order]
 
+    def gathered(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Whatever this rank has of a parameter, on its sender: (global name, shards in tp or etp
+        order), of an expert one entry for each expert-parallel rank. Collective.
+        """
+        for gather in self._gathering(name, shard):
+            yield from self._by_name(name, gather.wait())
+
     def _gathers(self) -> Iterator["_Gather"]:
         """Begun, of every parameter that this rank has a part in."""
         for name, weight in self._stack_by_stack():
-            group = self._group_of(name)
-            ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
-            if sender in ranks:
-                yield _gather(name, _values(weight).contiguous(), ranks.index(sender), group)
+            yield from self._gathering(name, _values(weight))
+
+    def _gathering(self, name: str, shard: torch.Tensor) -> Iterator["_Gather"]:
+        """Nothing where this rank has no part in it."""
+        group = self._group_of(name)
+        ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
+        if sender in ranks:
+            yield _gather(name, shard.contiguous(), ranks.index(sender), group)
 
     def _by_name(
         self, name: str, parts: list[torch.Tensor] | None
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """(global name, shards in tp or etp order), on the sender. For an expert, one entry for
-        each expert-parallel rank.
-        """
+        """As ``gathered``."""
         if parts is None:
             return
         if not self.mapping.is_expert(name):

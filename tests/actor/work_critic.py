@@ -101,7 +101,7 @@ class Subject:
             if name == HEAD:
                 found[HEAD] = of(parameter).detach().clone()
                 continue
-            for full, shards in weights._gather(name, of(parameter).detach()):
+            for full, shards in weights.gathered(name, of(parameter).detach()):
                 tensors = weights.mapping.to_hf(full, shards)
                 found.update({n: t.clone() for n, t in tensors})
         return found

@@ -1,20 +1,27 @@
-"""A pytest hook: what runs in one process when `make test` has several.
+"""Pytest hooks: what runs in one process when `make test` has several.
 
 A file's tests share what their module sets up, those of `tests/sglang` a server. It takes longest
 to start: they come first.
 """
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_TOGETHER = Path(__file__).parents[1] / "sglang"
+_TOGETHER = "tests/sglang/"
+
+
+class ByFile(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _TOGETHER if nodeid.startswith(_TOGETHER) else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not hasattr(config, "workerinput"):
-        return
-    for item in items:
-        place = _TOGETHER if _TOGETHER in item.path.parents else item.path
-        item.add_marker(pytest.mark.xdist_group(str(place.relative_to(config.rootpath))))
-    items.sort(key=lambda item: _TOGETHER not in item.path.parents)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(_TOGETHER))

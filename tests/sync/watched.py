@@ -37,6 +37,8 @@ class Watched(ServerControl):
     come.
     """
 
+    patience_s = 1.0  # with its answers to that
+
     def __init__(
         self,
         url: str,
@@ -81,7 +83,7 @@ class Watched(ServerControl):
         request = urllib.request.Request(f"{self.url}{path}", headers=bearer)
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=1) as response:
+            with opener.open(request, timeout=self.patience_s) as response:
                 return dict(json.load(response))
         except OSError:
             return {"weight_version": "gone"}

@@ -46,6 +46,7 @@ def push_each_way(
                 sync={"transport": way, "backend": "gloo", "bucket_mb": 0.3, "senders": 1},
             )
             sink = Watched(**server, blow=None)
+            sink.patience_s = 30.0
             if not rank:
                 load = {"model_path": str(before), "weight_version": "0"}
                 ask(server, "/update_weights_from_disk", **load)
