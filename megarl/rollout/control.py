@@ -90,7 +90,7 @@ class ServerControl:
     def _not_paused_by_us(self, info: Mapping[str, Any]) -> str:
         if another := self._another(info):
             return another
-        resumed = info.get("paused", "not told") is None
+        resumed = bool(self._mark) and info.get("paused", "not told") is None
         return "somebody let it go on in the middle of the push" if resumed else ""
 
     def _held(self, reply: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,8 @@ def test_both_shapes_compute_what_transformers_does(engine: Engine, folder: Path
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert expected.std() > 0.3
         got = torch.tensor([*(result.input_logprobs or []), *result.logprobs])
-        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+        # fp32 on both sides, sums in another order; which tokens these are, is chance
+        torch.testing.assert_close(got, expected, atol=3e-5, rtol=0)
         routing = torch.stack(chosen, dim=1)[:-1].sort(-1).values.numpy()
         np.testing.assert_array_equal(np.sort(result.routing, -1), routing)
 

@@ -1,5 +1,6 @@
 """Servers that are watched during a push, and struck in the middle of it."""
 
+import contextlib
 import json
 import os
 import threading
@@ -26,7 +27,8 @@ class Blow:
 
     def strike(self) -> None:
         if not self.later_s:
-            os.kill(self.pid, self.signal)
+            with contextlib.suppress(ProcessLookupError):  # another sender's has ended it
+                os.kill(self.pid, self.signal)
             return
         os.kill(self.pid, SIGSTOP)
         threading.Timer(self.later_s, os.kill, (self.pid, self.signal)).start()
