@@ -57,7 +57,8 @@ class RolloutSection(Section):
     tell their addresses in the run directory, and may come and go. docs/rollout-servers.md.
     """
     key_file: Path | None = None
-    """File with the servers' key; default for managed servers: generated into the run directory."""
+    """File with the servers' key, which begins with no dash; default for managed servers: generated
+    into the run directory."""
     servers: Positive = 1
     """Managed servers, all on one machine; each has a whole model."""
     server_tp: Positive = 1

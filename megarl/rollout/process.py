@@ -34,7 +34,7 @@ def read_or_make_key(path: Path) -> str:
         part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(32))
+            file.write(secrets.token_hex(32))
         try:
             os.link(part, path)  # whole or not at all, and never over an existing key
         finally:
@@ -43,15 +43,16 @@ def read_or_make_key(path: Path) -> str:
 
 
 def read_key(path: Path) -> str:
-    """Raises ConfigError when the file is missing or holds no usable key."""
-    accepted = "a file with one line of ASCII without spaces, the servers' key"
+    """Raises ConfigError when the file is missing or holds no usable key. SGLang and its router
+    would take a key that begins with a dash for one of their flags."""
+    accepted = "a file with one line of ASCII without spaces or a leading dash, the servers' key"
     if not path.is_file():
         raise ConfigError([Problem("rollout.key_file", str(path), accepted)])
     if stat.S_IMODE(path.stat().st_mode) & 0o077:
         log.warning("%s can be read by others; its mode should be 600", path)
     key = path.read_text().strip()
-    if not key or not key.isascii() or any(c.isspace() for c in key):
-        raise ConfigError([Problem("rollout.key_file", f"{path} without a key", accepted)])
+    if not key or not key.isascii() or any(c.isspace() for c in key) or key.startswith("-"):
+        raise ConfigError([Problem("rollout.key_file", f"{path} without such a key", accepted)])
     return key
 
 

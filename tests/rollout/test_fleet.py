@@ -19,7 +19,7 @@ from megarl.errors import ConfigError, ServerError
 from megarl.rollout import starter
 from megarl.rollout.fleet import ServerDeath, start_fleet
 from megarl.rollout.managed import ManagedServer
-from megarl.rollout.process import lives, read_or_make_key
+from megarl.rollout.process import lives, read_key, read_or_make_key
 from megarl.rundir import RunDir
 from tests.rollout.conftest import Server, server_section
 
@@ -270,6 +270,17 @@ def test_a_key_is_made_once_and_then_kept(tmp_path: Path) -> None:
     assert len(set(keys)) == 1 and len(keys) == 8 and len(keys[0]) > 30
     assert path.stat().st_mode & 0o777 == 0o600
     assert [p.name for p in path.parent.iterdir()] == ["server.key"]
+    assert set(keys[0]) <= set("0123456789abcdef")  # a dash in front would be a flag to SGLang
+
+
+@pytest.mark.parametrize("text", ["", "two words", "-dashed", "schlüssel"])
+def test_a_key_that_a_server_could_not_be_given_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"rollout\.key_file.* leading dash"):
+        read_key(path)
+    path.write_text("in-the-middle\n")
+    assert read_key(path) == "in-the-middle"
 
 
 @pytest.mark.parametrize("routing", [False, True])
