@@ -19,6 +19,7 @@ Rank order is Megatron's ("tp-cp-ep-dp-pp"): tp varies fastest, pp slowest. Insi
 tp * cp * dp ranks the expert grid is etp fastest, then ep, then the expert data-parallel ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -127,3 +128,18 @@ class Mesh:
         first, size = stage * self.stage_size, self.stage_size
         assert 1 <= count <= size, (count, size)
         return [first + k * size // count for k in range(count)]
+
+    def expert_senders(self, senders: Sequence[int], turn: int) -> list[int]:
+        """For each rank of an expert group, [etp * ep] with etp fastest, who sends its experts to
+        the rollout servers: of the group's ``senders`` the last one that is not behind it. ``turn``
+        goes round among those with the same experts.
+        """
+        with_experts: dict[int, list[int]] = {}
+        for sender in sorted(senders):
+            with_experts.setdefault(sender // self.etp, []).append(sender)
+        found, present = [], min(with_experts)
+        for ep in range(self.ep):
+            present = ep if ep in with_experts else present
+            of = with_experts[present]
+            found += [of[turn % len(of)]] * self.etp
+        return found

@@ -40,6 +40,27 @@ def test_the_layers_of_every_chunk(
 
 
 @pytest.mark.parametrize(
+    ("mesh", "senders", "turn", "expected"),
+    [
+        (Mesh(dp=4, ep=4), [0], 3, [0, 0, 0, 0]),
+        (Mesh(dp=4, ep=4), [2, 0], 0, [0, 0, 2, 2]),
+        (Mesh(dp=4, ep=4), [0, 1, 2, 3], 1, [0, 1, 2, 3]),
+        (Mesh(dp=4, ep=4), [1], 0, [1, 1, 1, 1]),  # those before the first are the first's, too
+        (Mesh(dp=4, ep=4), [1, 3], 0, [1, 1, 1, 3]),
+        (Mesh(tp=2, dp=2, ep=2, etp=2), [0, 2], 5, [0, 0, 2, 2]),
+        (Mesh(tp=2, dp=2, ep=2, etp=2), [0, 1, 2], 0, [0, 0, 2, 2]),
+        (Mesh(tp=2, dp=2, ep=2, etp=2), [0, 1, 2], 1, [1, 1, 2, 2]),
+        (Mesh(tp=2, dp=2, ep=2, etp=2), [0, 1, 2], -1, [1, 1, 2, 2]),
+    ],
+    ids=str,
+)
+def test_who_sends_the_experts_of_every_rank_of_an_expert_group(
+    mesh: Mesh, senders: list[int], turn: int, expected: list[int]
+) -> None:
+    assert mesh.expert_senders(senders, turn) == expected
+
+
+@pytest.mark.parametrize(
     ("mesh", "layers", "message"),
     [
         (Mesh(pp=2), 5, "5 layers are left for 2 equal stages"),

@@ -65,7 +65,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--layout", nargs="+", default=["ep=2", "dp=2"], metavar="AXIS=N", help="of trainer ranks"
     )
-    parser.add_argument("--senders", type=int, default=1, help="of each pipeline stage")
+    parser.add_argument(
+        "--senders", type=int, help="of each pipeline stage, default all of its ranks, at most 4"
+    )
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of both ends")
     parser.add_argument(
@@ -79,7 +81,14 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=key)
     parser.add_argument("--folder", type=Path, help="for the model, default the system's")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    given.senders = given.senders or min(4, mesh_of(given.layout).stage_size)
+    return given
+
+
+def mesh_of(layout: Sequence[str]) -> Mesh:
+    sizes = {axis: int(n) for axis, _, n in (word.partition("=") for word in layout)}
+    return Mesh(**{"etp": sizes.get("tp", 1), **sizes})
 
 
 def run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -137,8 +146,7 @@ def ranks(
     given: argparse.Namespace, model: Path, servers: list[dict[str, Any]]
 ) -> Iterator[tuple[list["Process"], list[int], list["Process"]]]:
     """Trainer ranks, which of them send, and receivers of the raw broadcast: all ready."""
-    layout = {axis: int(n) for axis, _, n in (word.partition("=") for word in given.layout)}
-    mesh = Mesh(**{"etp": layout.get("tp", 1), **layout})
+    mesh = mesh_of(given.layout)
     senders = [rank for pp in range(mesh.pp) for rank in mesh.senders(pp, given.senders)]
     default = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = {rank: create_store("127.0.0.1", timeout_s=TIMEOUT_S) for rank in senders}

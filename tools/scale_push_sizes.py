@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 FORMS = ("bf16", "fp8")
 _NUMBER = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _DIGEST = "0" * 16
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -74,14 +75,14 @@ def spec_of(name: str) -> ModelSpec:
 @dataclass(frozen=True)
 class Weight:
     """A Megatron parameter. ``part``: decoder, mtp, or ends; ``number``: of its layer there, of the
-    ends 0 (first stage) or -1. ``source``: bytes in the trainer's bf16, of which ``quantised``
-    become codes. ``groups``: (bytes, tensors) of what a server must get together, which is a matrix
-    with its scales. ``told``: bytes of JSON of its tensors' digests.
+    ends 0 (first stage) or -1. ``expert``: its number. ``source``: bytes in the trainer's bf16, of
+    which ``quantised`` become codes. ``groups``: (bytes, tensors) of what a server must get
+    together, which is a matrix with its scales. ``told``: bytes of JSON of its tensors' digests.
     """
 
     part: str
     number: int
-    expert: bool
+    expert: int | None
     source: int
     quantised: int
     groups: tuple[tuple[int, int], ...]
@@ -116,7 +117,9 @@ def _weight(
     plain: Mapping[str, TensorSpec],
     served: Mapping[str, TensorSpec],
 ) -> Weight:
-    layer, groups, source, quantised, told = _NUMBER.match(name), [], 0, 0, 0
+    layer, expert = _NUMBER.match(name), _EXPERT.search(name)
+    assert mapping.is_expert(name) == (expert is not None), name
+    groups, source, quantised, told = [], 0, 0, 0
     for hf, _ in mapping.exported(name):
         group = [served[n] for n in (hf, f"{hf}_scale_inv") if n in served]
         groups.append((sum(map(num_bytes, group)), len(group)))
@@ -126,7 +129,7 @@ def _weight(
     return Weight(
         part=layer[1] if layer else "ends",
         number=int(layer[2]) if layer else 0 if name.startswith("embedding.") else -1,
-        expert=mapping.is_expert(name),
+        expert=int(expert[1]) if expert else None,
         source=source,
         quantised=quantised,
         groups=tuple(groups),
@@ -142,19 +145,30 @@ def num_bytes(spec: TensorSpec) -> int:
 
 
 def by_sender(
-    weights: Iterable[Weight], layers: int, mesh: Mesh, senders: int
+    weights: Sequence[Weight], layers: int, mesh: Mesh, senders: int
 ) -> list[list[list[Weight]]]:
-    """What each sender of each stage sends: layers in turn, what is in none is the last one's."""
+    """What each sender of each stage sends: layers in turn, what is in none is the last one's. But
+    the senders of a layer's expert group share its experts.
+    """
     stages = [mesh.layers_of(layers, stage) for stage in range(mesh.pp)]
     stage_of = {layer: stage for stage, held in enumerate(stages) for layer in held}
     found: list[list[list[Weight]]] = [[[] for _ in range(senders)] for _ in stages]
+    experts = 1 + max((w.expert for w in weights if w.expert is not None), default=0)
+    at = mesh.senders(0, senders)
     for weight in weights:
         of_stage = mesh.pp - 1
         if weight.part == "decoder":
             of_stage = stage_of[weight.number]
         elif weight.part == "ends" and weight.number == 0:
             of_stage = 0
-        sender = -1 if weight.part == "ends" else weight.number % senders
+        turn = -1 if weight.part == "ends" else weight.number
+        sender = turn % senders
+        if weight.expert is not None:
+            group, size = at[sender] // (mesh.etp * mesh.ep), mesh.etp * mesh.ep
+            of_group = [rank - group * size for rank in at if rank // size == group]
+            ep = weight.expert * mesh.ep // experts
+            rank = mesh.expert_senders(of_group, turn)[ep * mesh.etp] + group * size
+            sender = at.index(rank)
         found[of_stage][sender].append(weight)
     return found
 

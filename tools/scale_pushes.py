@@ -8,8 +8,8 @@ rates are assumed, or were measured on a core here (``scale_push_rates.py``). Th
 ``megarl/sync/push.py`` over NCCL to SGLang:
 
 1. A stage's sender gathers, quantises, digests and packs bucket after bucket ("making"). Stages do
-   so at the same time; senders of a stage do if each has an expert group of its own, since in one
-   group all take part in every gather, in order.
+   so at the same time, and so do senders of a stage, each of which has some expert-parallel ranks'
+   experts to gather.
 2. A bucket's turn: the message to every server, one broadcast to all, and every server's loader,
    its digest and its reply. Servers take one bucket at a time, so that turns of all senders add up.
    A sender makes the next bucket meanwhile.
@@ -73,6 +73,12 @@ class Case:
         return self.trainers // self.server
 
     @property
+    def expert_ranks(self) -> int:
+        """How many expert-parallel ranks' experts come together on one sender."""
+        groups = self.mesh.stage_size // (self.mesh.ep * self.mesh.etp)
+        return self.mesh.ep // min(max(1, self.senders // groups), self.mesh.ep)
+
+    @property
     def link(self) -> tuple[float, str]:
         """Bytes a second of a broadcast to all servers, and what they are limited by."""
         rates, name = self.rates, f"{self.model} on {2 * self.trainers}"
@@ -98,14 +104,14 @@ class Case:
 def making(case: Case, weights: Sequence[Weight]) -> dict[str, float]:
     """Seconds of one sender for what it sends, by what takes them."""
     rates, mesh = case.rates, case.mesh
-    gather = 0.0
-    for expert, size in ((True, mesh.ep * mesh.etp), (False, mesh.tp)):
-        mine = [weight for weight in weights if weight.expert == expert]
+    gather, ep = 0.0, case.expert_ranks
+    for expert, size in ((True, ep * mesh.etp), (False, mesh.tp)):
+        mine = [weight for weight in weights if (weight.expert is not None) == expert]
         source = sum(weight.source for weight in mine)
         near, far = (min(size, NODE) - 1) / size, max(0, size - NODE) / size
         gather += source * (near / rates.nvlink + far / rates.nic)
         if size > 1:
-            gather += len(mine) / (mesh.ep if expert else 1) * rates.gather_s
+            gather += len(mine) / (ep if expert else 1) * rates.gather_s
     num_bytes = total(weights)
     seconds = {
         "gather": gather,
@@ -152,8 +158,7 @@ def overlapped(made_s: Sequence[float], turns_s: float, num_buckets: Sequence[in
 
 def push(case: Case) -> dict[str, Any]:
     """Everything about one case."""
-    mesh, rates, stages = case.mesh, case.rates, case.sent()
-    at_once = min(case.senders, max(1, mesh.stage_size // (mesh.ep * mesh.etp)))
+    rates, stages = case.rates, case.sent()
     made: list[dict[str, float]] = []
     taken: dict[str, float] = {}
     counts, told, num_bytes, tensors = [], 0, 0, 0
@@ -162,7 +167,7 @@ def push(case: Case) -> dict[str, Any]:
         count = 0
         for weights in stage:
             of_sender = buckets((g for w in weights for g in w.groups), case.bucket)
-            _add(parts, making(case, weights), 1 / at_once)
+            _add(parts, making(case, weights), 1 / case.senders)
             _add(taken, turns(case, of_sender))
             count += len(of_sender)
             told += sum(weight.told for weight in weights)

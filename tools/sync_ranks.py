@@ -73,6 +73,7 @@ class Floor:
 
     def __call__(self, sizes: Sequence[int], copies: bool) -> tuple[float, float]:
         """Seconds until all ends are through, and of these what copies took here."""
+        self._make_room(max(sizes))
         start, at, copying = time.perf_counter(), 0, 0.0
         for size in sizes:
             if at + size > len(self._region):
@@ -88,6 +89,13 @@ class Floor:
             at += size
         self._group.barrier().wait()
         return time.perf_counter() - start, copying
+
+    def _make_room(self, num_bytes: int) -> None:
+        """For a tensor that is larger than a bucket, which the first floor does not count."""
+        if num_bytes > len(self._bucket):
+            self._bucket = torch.ones(num_bytes, dtype=torch.uint8)
+        if num_bytes > len(self._region):
+            self._region = torch.ones(num_bytes, dtype=torch.uint8)
 
 
 def receiver(

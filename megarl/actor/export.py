@@ -1,15 +1,20 @@
 """The model's weights under Hugging Face names, gathered stage by stage: a ``WeightSource``.
 
-Every tensor ends up whole on one of the stage's senders, those of a layer on the same one; layers
-take turns among them. No rank ever holds more than one bucket, one parameter of all expert ranks,
-and what is on its way meanwhile: of the next parameters `_AHEAD_BYTES`, or the largest. Where files
-stack a layer's experts in one tensor, its sender also holds one such tensor, until its last expert
-is there. Ranks outside a sender's groups take no part in what it gathers.
+Every tensor ends up whole on one of the stage's senders:
+
+1. Those of a layer on the same one; layers take turns among the senders.
+2. But experts go no further than they must: where a layer's expert group has several senders, each
+   has the experts of the expert-parallel ranks from its own to the next sender's. If every one of
+   them sends, none is gathered. Where files stack a layer's experts in one tensor, rule 1 holds.
+3. No rank ever holds more than one bucket, one parameter of all expert ranks, and what is on its
+   way meanwhile: of the next parameters `_AHEAD_BYTES`, or the largest. With a stack, its sender
+   also holds one such tensor, until its last expert is there.
+4. Ranks outside a sender's groups take no part in what it gathers.
 """
 
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +54,8 @@ class MegatronWeights:
         groups.
         """
         stack = _Stack(self.experts)
+        for group in (self.parallel.experts, self.parallel.tp):
+            _meet(group)
         for name, parts in _ahead(self._gathers(), _AHEAD_BYTES):
             for full_name, shards in self._by_name(name, parts):
                 index = self.mapping.slice_of(full_name)
@@ -72,7 +79,8 @@ class MegatronWeights:
 
     def gathered(self, name: str, shard: torch.Tensor) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Whatever this rank has of a parameter, on its sender: (global name, shards in tp or etp
-        order), of an expert one entry for each expert-parallel rank. Collective.
+        order), of an expert one entry for each expert-parallel rank that the sender has to send.
+        Collective.
         """
         for gather in self._gathering(name, shard):
             yield from self._by_name(name, gather.wait())
@@ -85,78 +93,82 @@ class MegatronWeights:
     def _gathering(self, name: str, shard: torch.Tensor) -> Iterator["_Gather"]:
         """Nothing where this rank has no part in it."""
         group = self._group_of(name)
-        ranks, sender = dist.get_process_group_ranks(group), self._sender_of(name)
-        if sender in ranks:
-            yield _gather(name, shard.contiguous(), ranks.index(sender), group)
+        if to := self._senders_of(name, dist.get_process_group_ranks(group)):
+            yield _gather(name, shard.contiguous(), to, group)
 
     def _by_name(
-        self, name: str, parts: list[torch.Tensor] | None
+        self, name: str, parts: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """As ``gathered``."""
-        if parts is None:
-            return
+        """As ``gathered``; ``parts`` by rank in the group."""
         if not self.mapping.is_expert(name):
-            yield name, parts
+            if parts:
+                yield name, list(parts.values())
             return
         mesh, local_experts = self.parallel.mesh, self.experts // self.parallel.mesh.ep
-        for ep in range(mesh.ep):
+        for ep in sorted({rank // mesh.etp for rank in parts}):
             further = (ep - self.parallel.at.ep) * local_experts
-            yield shift_expert(name, further), parts[ep * mesh.etp : (ep + 1) * mesh.etp]
+            shards = [parts[ep * mesh.etp + etp] for etp in range(mesh.etp)]
+            yield shift_expert(name, further), shards
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         return self.parallel.experts if self.mapping.is_expert(name) else self.parallel.tp
 
-    def _sender_of(self, name: str) -> int:
-        """What is in no layer (embeddings, the output layer) is the last one's."""
-        layer = _LAYER.search(name)
-        return self.senders[int(layer[1]) % len(self.senders) if layer else -1]
+    def _senders_of(self, name: str, ranks: Sequence[int]) -> list[int]:
+        """For each of the ``ranks`` of its group, the place among them of who sends what it has of
+        a parameter. None where its layer is sent by another group.
+        """
+        layer = _LAYER.search(name)  # what is in no layer is the last one's: embeddings, the head
+        turn = int(layer[1]) if layer else -1
+        sender = self.senders[turn % len(self.senders)]
+        if sender not in ranks:
+            return []
+        if not self.mapping.is_expert(name) or self.mapping.slice_of(name) is not None:
+            return [ranks.index(sender)] * len(ranks)
+        senders = [ranks.index(sender) for sender in self.senders if sender in ranks]
+        return self.parallel.mesh.expert_senders(senders, turn)
 
 
 @dataclass
 class _Gather:
-    """Of one parameter, under way. ``parts``: all ranks' shards in rank order, on the sender."""
+    """Of one parameter, under way. ``parts``: what this rank has to send of it, by rank in the
+    group, in order.
+    """
 
     name: str
-    parts: list[torch.Tensor] | None
+    parts: dict[int, torch.Tensor]
     works: list[dist.Work]
-    num_bytes: int  # that this rank gets or gives
+    num_bytes: int  # that this rank gets or gives, or what it has
 
-    def wait(self) -> list[torch.Tensor] | None:
+    def wait(self) -> dict[int, torch.Tensor]:
         for work in self.works:
             work.wait()
         return self.parts
 
 
-def _gather(name: str, shard: torch.Tensor, to: int, group: dist.ProcessGroup) -> _Gather:
-    """Begins to gather on rank ``to`` of the group; its own shard is not copied if the backend lets
-    it be.
+def _gather(name: str, shard: torch.Tensor, to: Sequence[int], group: dist.ProcessGroup) -> _Gather:
+    """Begins to send what each rank of the group has to its rank in ``to``. One's own shard is not
+    copied. (A collective gather over gloo lays all shards flat, and copies them out again.)
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if size == 1:
-        return _Gather(name, [shard], [], shard.nbytes)
-    if dist.get_backend(group) != "gloo":
-        parts = [torch.empty_like(shard) for _ in range(size)] if rank == to else None
-        dist.gather(shard, parts, group_dst=to, group=group)
-        return _Gather(name, parts, [], shard.nbytes * size)
-    # A gather over gloo lays all shards flat, and copies them out again.
-    if rank != to:
-        return _Gather(
-            name, None, [_begun(dist.isend(shard, group=group, group_dst=to))], shard.nbytes
-        )
-    parts = [shard if k == rank else torch.empty_like(shard) for k in range(size)]
-    others = [(k, part) for k, part in enumerate(parts) if k != rank]
-    works = [_begun(dist.irecv(part, group=group, group_src=k)) for k, part in others]
-    return _Gather(name, parts, works, shard.nbytes * len(others))
+    rank = dist.get_rank(group)
+    mine = [r for r, sender in enumerate(to) if sender == rank]
+    parts = {r: shard if r == rank else torch.empty_like(shard) for r in mine}
+    others = [(r, part) for r, part in parts.items() if r != rank]
+    exchange = [dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, part in others]
+    if to[rank] != rank:
+        exchange.append(dist.P2POp(dist.isend, shard, group=group, group_peer=to[rank]))
+    works = dist.batch_isend_irecv(exchange) if exchange else []
+    return _Gather(name, parts, works, shard.nbytes * max(len(exchange), 1))
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the group"
-    return work
+def _meet(group: dist.ProcessGroup) -> None:
+    """NCCL has a part of a group exchange something only after something of all of it."""
+    if dist.get_world_size(group) > 1 and dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
 def _ahead(
     gathers: Iterable[_Gather], num_bytes: int
-) -> Iterator[tuple[str, list[torch.Tensor] | None]]:
+) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
     """(name, parts) in order, each when it is there; those behind it have begun, of up to
     ``num_bytes`` together, and no more than the largest so far.
     """

@@ -200,7 +200,9 @@ class SyncSection(Section):
     path. null: weights/ in the run directory.
     """
     senders: Annotated[int, Field(ge=1, le=4)] = 1
-    """Ranks of every pipeline stage that send to servers, each a part of its layers."""
+    """Ranks of every pipeline stage that send to servers, each a part of its layers, and of experts
+    those of the expert-parallel ranks from its own on: as many senders as these gather none.
+    """
     fp8: Literal["auto", "f32", "power_of_two"] = "auto"
     """Where servers hold FP8 (``rollout.model``) and their config.json does not say how scales are
     rounded (``scale_fmt``): f32 (auto), as they are; power_of_two: up to one, for servers that

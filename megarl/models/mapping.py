@@ -108,6 +108,7 @@ class ModelMapping:
         self.padded_vocab = padded_vocab
         self._dims = dims_of(spec)
         self._matches: dict[str, _Match] = {}
+        self._parts: dict[tuple[str, int, int], tuple[Part, ...]] = {}  # weight pushes ask again
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """The HF tensors of parameter ``name``, in the order ``to_megatron`` takes them; or of
@@ -175,11 +176,17 @@ class ModelMapping:
         parts = self.parts(name, 0, tp_size)
         return self._operator(self._match(name)).shape([p.shape for p in parts], tp_size)
 
-    def parts(self, name: str, tp_rank: int = 0, tp_size: int = 1) -> list[Part]:
+    def parts(self, name: str, tp_rank: int = 0, tp_size: int = 1) -> Sequence[Part]:
         """What the shard of ``tp_rank`` takes of the tensors of ``hf_names(name)``.
 
         Raises DataError where ``tp_size`` does not divide the parameter.
         """
+        key = (name, tp_rank, tp_size)
+        if key not in self._parts:
+            self._parts[key] = tuple(self._find_parts(*key))
+        return self._parts[key]
+
+    def _find_parts(self, name: str, tp_rank: int, tp_size: int) -> list[Part]:
         match, index = self._match(name), self.slice_of(name)
         operator = self._operator(match)
         found = []

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAUSE_MODES = ("abort", "retract", "in_place")
+_CLOSED = "no weight update is open; call /begin_weight_update first"
 
 
 class Refused(MegarlError):
@@ -120,9 +121,13 @@ class Engine:
     def begin_update(self) -> Future[None]:
         return self._call(self._begin_update)
 
-    def update(self, step: Callable[[WeightReceiver], None]) -> Future[None]:
-        """A bucket of the update that is open."""
-        return self._call(lambda: self._update(step))
+    def update(self, step: Callable[[WeightReceiver], Future[None]]) -> Future[None]:
+        """A bucket of the update that is open: done when what ``step`` returns is. Another may be
+        begun before.
+        """
+        outer: Future[None] = Future()
+        self._inbox.put(lambda: self._update(step, outer))
+        return outer
 
     def end_update(self, version: str | None = None) -> Future[None]:
         return self._call(lambda: self._end_update(version))
@@ -280,18 +285,30 @@ class Engine:
         self.receiver.begin()
         self.updating = True
 
-    def _update(self, step: Callable[[WeightReceiver], None]) -> None:
-        if not self.updating:
-            raise Refused("no weight update is open; call /begin_weight_update first")
-        try:
-            step(self.receiver)
-        except Exception as error:
+    def _update(self, step: Callable[[WeightReceiver], Future[None]], outer: Future[None]) -> None:
+        def arrived(bucket: Future[None]) -> None:  # in any thread
+            if (error := bucket.exception()) is None:
+                outer.set_result(None)
+            else:
+                self._inbox.put(lambda: failed(error))
+
+        def failed(error: BaseException) -> None:
             self._break(f"a weight update failed: {error}")
-            raise
+            outer.set_exception(error)
+
+        if not outer.set_running_or_notify_cancel():
+            return
+        if not self.updating:
+            outer.set_exception(Refused(_CLOSED))
+            return
+        try:
+            step(self.receiver).add_done_callback(arrived)
+        except Exception as error:
+            failed(error)
 
     def _end_update(self, version: str | None) -> None:
         if not self.updating:
-            raise Refused("no weight update is open; call /begin_weight_update first")
+            raise Refused(_CLOSED)
         self.updating = False
         try:
             self.receiver.end()

@@ -1,13 +1,16 @@
 """What the embedded engine asks of whoever brings its weights (``sync/receiver.py``)."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from megarl.types import TensorSpec
 
 
 class WeightReceiver(Protocol):
-    """How weights come in; each method raises a MegarlError when it fails."""
+    """How weights come in; each method, or the future that it returns, raises a MegarlError when
+    it fails.
+    """
 
     def join_group(
         self,
@@ -25,9 +28,13 @@ class WeightReceiver(Protocol):
 
     def begin(self) -> None: ...
 
-    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None: ...
+    def receive(
+        self, specs: Sequence[TensorSpec], *, group: str, flattened: bool
+    ) -> "Future[None]": ...
 
-    def receive_shared(self, specs: Sequence[TensorSpec], place: Mapping[str, Any]) -> None: ...
+    def receive_shared(
+        self, specs: Sequence[TensorSpec], place: Mapping[str, Any]
+    ) -> "Future[None]": ...
 
     def end(self) -> None: ...
 

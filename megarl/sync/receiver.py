@@ -3,15 +3,16 @@ wherever their bytes come from.
 
 1. What does not fit is refused before a byte is received.
 2. A receive ends by its deadline. After a failure its group is closed: it cannot be used again.
-3. A bucket is received when its bytes are here; it is written while the next one comes
-   (late_writes.py). Who asks for weights waits until they are written, and gets the error where one
-   could not be.
+3. A bucket is received when its bytes are here; it is written while others come (arrivals.py). Who
+   asks for weights waits until they are written, and gets the error where one could not be.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ import torch.distributed as dist
 from megarl.errors import SyncError
 from megarl.models.live_weights import LiveWeights
 from megarl.protocols import Bucket
+from megarl.sync.arrivals import Arrivals
 from megarl.sync.delta import decode, is_sealed, unseal, whole
 from megarl.sync.group import is_of_another, join_group, leave_group
-from megarl.sync.late_writes import LateWrites
 from megarl.sync.shared_memory import Maps, Place
 from megarl.sync.stream import dtype_of, num_bytes, unflatten
 from megarl.types import TensorSpec
@@ -37,18 +38,19 @@ class ModelReceiver:
         self.weights = weights
         self._timeout_s = timeout_s
         self._groups: dict[str, tuple[dist.ProcessGroup, str, float]] = {}
-        self._late = LateWrites()
+        self._arrivals = Arrivals()
         self._coming: set[str] = set()  # received in this update, and perhaps not yet written
+        self._counting = Lock()  # of these
         self._maps = Maps()
 
     def digests(self) -> dict[str, str]:
         """Of what the last update wrote, read back; before the first, of what there is."""
-        self._late.settle()
+        self._arrivals.settle()
         return self.weights.digests()
 
     def held(self) -> dict[str, str]:
         """Digests of what changes can be made to."""
-        self._late.rest()
+        self._arrivals.rest()
         return self.weights.known()
 
     @property
@@ -93,38 +95,45 @@ class ModelReceiver:
 
     def begin(self) -> None:
         """Opens an update; one that was left open is given up, and everything must arrive anew."""
-        self._late.begin()
+        self._arrivals.begin()
         self._coming.clear()
         self._maps.forget()
         self.weights.begin()
 
-    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
-        """Takes part in the sender's broadcasts (group rank 0) and writes what arrives, or begins
-        to.
+    def receive(
+        self, specs: Sequence[TensorSpec], *, group: str, flattened: bool
+    ) -> "Future[None]":
+        """Takes part in the sender's broadcasts (group rank 0) and writes what arrives. Done when
+        it has arrived; over gloo, flattened, that may be after this has returned.
 
         `flattened`: one broadcast of the whole bucket's bytes; otherwise one of every tensor.
         """
         if not (flattened and is_sealed(specs)):
             self._check(specs)
         device = self._device(self._group(group)[1])
-        if not flattened:
+        size = num_bytes(specs)
+        if flattened and device.type == "cpu":
+            what = f"weight group {group!r}: {len(specs)} tensors from {specs[0].name} on"
+            return self._arrivals.take(size, partial(self._fetched, specs, group), what)
+        if flattened:
+            room = torch.empty(size, dtype=torch.uint8, device=device)
+            self.take(specs, self.fetch(specs, group, room))
+        else:
             tensors = [torch.empty(s.shape, dtype=dtype_of(s.dtype), device=device) for s in specs]
             self._broadcasts(tensors, specs, group)
-            self._late.settle()
+            self._arrivals.settle()
             self._write([(s.name, t) for s, t in zip(specs, tensors, strict=True)])
-            return
-        size = num_bytes(specs)
-        if device.type != "cpu":
-            self.take(
-                specs, self.fetch(specs, group, torch.empty(size, dtype=torch.uint8, device=device))
-            )
-            return
-        flat = self.fetch(specs, group, self._late.buffer(size))
-        what = f"weight group {group!r}: {len(specs)} tensors from {specs[0].name} on"
-        self._late.write(self._taking(specs, flat), what)
+        return _done()
 
-    def receive_shared(self, specs: Sequence[TensorSpec], place: Mapping[str, Any]) -> None:
-        """Takes what lies at the beginning of another process's memory: the JSON of a
+    def _fetched(
+        self, specs: Sequence[TensorSpec], group: str, into: torch.Tensor
+    ) -> Callable[[], None]:
+        return self._taking(specs, self.fetch(specs, group, into))
+
+    def receive_shared(
+        self, specs: Sequence[TensorSpec], place: Mapping[str, Any]
+    ) -> "Future[None]":
+        """Takes and writes what lies at the beginning of another process's memory: the JSON of a
         ``shared_memory.Place``.
         """
         if not is_sealed(specs):
@@ -137,6 +146,7 @@ class ModelReceiver:
         except BaseException:
             self._maps.forget()
             raise
+        return _done()
 
     def fetch(self, specs: Sequence[TensorSpec], group: str, into: torch.Tensor) -> torch.Tensor:
         """The bytes of a flat bucket from the group's sender, u8 [bytes]: they lie in ``into``, u8
@@ -150,7 +160,7 @@ class ModelReceiver:
         """Writes a flat bucket, u8 [bytes], which may change afterwards, or what changed, if it is
         one of changes. Raises SyncError for one that does not fit; then nothing is written.
         """
-        self._late.settle()
+        self._arrivals.settle()
         self._taking(specs, flat)()
 
     def _taking(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> Callable[[], None]:
@@ -162,8 +172,9 @@ class ModelReceiver:
             write = partial(self._change, pieces)
         else:
             write = partial(self._write, unflatten(flat, specs))
-        self._check(specs)
-        self._coming.update(spec.name for spec in specs)
+        with self._counting:
+            self._check(specs)
+            self._coming.update(spec.name for spec in specs)
         return write
 
     def _check(self, specs: Sequence[TensorSpec]) -> None:
@@ -186,7 +197,7 @@ class ModelReceiver:
         """Closes the update. Raises SyncError when a weight has not been received, or could not be
         written.
         """
-        self._late.settle()
+        self._arrivals.settle()
         self._maps.forget()
         self.weights.end()
 
@@ -224,3 +235,9 @@ class ModelReceiver:
 
     def _device(self, backend: str) -> torch.device:
         return self.weights.device if backend == "nccl" else torch.device("cpu")
+
+
+def _done() -> "Future[None]":
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done

@@ -1,6 +1,7 @@
 """The embedded engine in this process: both shapes, its random numbers, and what breaks in it."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class NoWeights:
 
     def begin(self) -> None: ...
 
-    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> None:
+    def receive(self, specs: Sequence[TensorSpec], *, group: str, flattened: bool) -> Any:
         raise ServerError("the sender is gone")
 
     def end(self) -> None:
@@ -167,13 +168,18 @@ def test_nan_in_a_cache_does_not_reach_the_next_sequence(engine: Engine) -> None
         torch.testing.assert_close(torch.tensor(after), torch.tensor(before), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("at", ["receive", "end"])
+@pytest.mark.parametrize("at", ["receive", "later", "end"])
 def test_a_failed_update_ends_every_request_and_takes_no_more(engine: Engine, at: str) -> None:
     engine.pause("retract").result(10)
     held = engine.submit(requests_for(engine, PROMPTS))
     engine.begin_update().result(10)
     if at == "receive":
         broken = engine.update(lambda to: to.receive([], group="g", flattened=True))
+    elif at == "later":
+        coming = Future[None]()
+        broken = engine.update(lambda to: coming)
+        engine.ping().result(10)  # it does not wait for what comes
+        coming.set_exception(ServerError("the sender is gone"))
     else:
         broken = engine.end_update()
     with pytest.raises(ServerError):

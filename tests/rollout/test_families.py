@@ -81,7 +81,7 @@ def push(tensors: dict[str, torch.Tensor], file: Path, receiver: ModelReceiver) 
         receiver.begin()
         for bucket in bucketize(tensors.items(), 20_000):
             sender.send([n for n, _ in bucket], flattened=True)
-            receiver.receive(specs_of(bucket), group=name, flattened=True)
+            receiver.receive(specs_of(bucket), group=name, flattened=True).result(60)
         receiver.end()
         receiver.close()
         sender.shut()

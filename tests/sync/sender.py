@@ -28,8 +28,9 @@ class Sender:
         port: int = self._pipe.recv()
         return port
 
-    def send(self, names: Sequence[str], *, flattened: bool) -> None:
-        self._pipe.send(("send", list(names), flattened))
+    def send(self, names: Sequence[str], *, flattened: bool, group: str | None = None) -> None:
+        """In the group that was joined last, if none is named."""
+        self._pipe.send(("send", list(names), flattened, group))
 
     def shut(self) -> None:
         self._pipe.send(("shut",))
@@ -42,18 +43,20 @@ class Sender:
 def _run(pipe: Connection, file: Path) -> None:
     torch.set_num_threads(1)
     tensors = load_file(file)
-    group = None
+    groups: dict[str, dist.ProcessGroup] = {}
     while True:
         match pipe.recv():
             case ("open", name):
                 store, port = create_store("127.0.0.1", timeout_s=20)
                 pipe.send(port)
-                group = join_group(
+                groups[name] = join_group(
                     store, rank=0, world_size=2, group_name=name, backend="gloo", timeout_s=20
                 )
-            case ("send", names, flattened):
+            case ("send", names, flattened, name):
+                group = groups[name or next(reversed(groups))]
                 bucket = [(name, tensors[name]) for name in names]
                 for tensor in [flatten(bucket)] if flattened else [t for _, t in bucket]:
                     dist.broadcast(tensor, group=group, group_src=0)
             case ("shut",):
-                leave_group(group)
+                while groups:
+                    leave_group(groups.popitem()[1])

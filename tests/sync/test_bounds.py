@@ -1,8 +1,9 @@
 """No rank gathers the whole model, and rank 0 is no funnel: what each sender sends, and what it
 holds meanwhile, are of the size that the layout says. Ranks are those of real actors.
 
-1. A layer's weights, all of its experts included, are sent by one rank of the layer's stage;
-   layers take turns among a stage's senders. What is in no layer is sent by a stage's last one.
+1. A layer's weights are sent by one rank of the layer's stage; layers take turns among a stage's
+   senders. What is in no layer is sent by a stage's last one. But where ranks that hold different
+   experts send, each sends its own, if files have a tensor of each.
 2. A sender holds at most two buckets and one parameter of all ranks that have a part of it: as it
    was gathered (not its own part of it) or is on its way, taken apart, and put together as files
    have it. A rank that does not send holds nothing besides its model.
@@ -23,6 +24,8 @@ pytestmark = pytest.mark.dist
 
 LAYERS = 4
 BUCKET = 48_000  # bytes; the model has 2 MB, a layer's experts have 250 kB
+EXPERTS = 8
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 CASES = [
@@ -39,9 +42,11 @@ def send(pool: WorkerPool, hf: Path, layout: dict[str, int], senders: int, **how
     return pool.run("tests.sync.work_bounds:send", world=mesh_of(layout).world_size, hf=hf, **how)
 
 
-def sender_of(name: str, pp: int, senders: int) -> int:
+def sender_of(name: str, layout: dict[str, int], senders: int) -> int:
     """By rule 1: of two ranks, stages one after another, a stage's senders likewise."""
-    layer = _OF_LAYER.match(name)
+    pp, layer, expert = layout.get("pp", 1), _OF_LAYER.match(name), _OF_EXPERT.search(name)
+    if expert and senders == layout.get("ep", 1) == 2:
+        return int(expert[1]) // (EXPERTS // 2)
     if layer is None:
         stage, turn = (0 if "embed" in name else pp - 1), -1
     else:
@@ -63,8 +68,7 @@ def test_every_sender_sends_its_layers_whole_and_holds_two_buckets_and_a_paramet
 ) -> None:
     ranks = send(pool, tiny_model, layout, senders)
     weights = load_file(tiny_model / "model.safetensors")
-    pp = layout.get("pp", 1)
-    owner = {name: sender_of(name, pp, senders) for name in weights}
+    owner = {name: sender_of(name, layout, senders) for name in weights}
     for rank, found in enumerate(ranks):
         assert found["sizes"] == {n: t.nbytes for n, t in weights.items() if owner[n] == rank}
         if not found["sizes"]:
@@ -73,6 +77,26 @@ def test_every_sender_sends_its_layers_whole_and_holds_two_buckets_and_a_paramet
         assert 2 * BUCKET <= found["peak"] <= bound(found, layout)
         fewest = sum(found["buckets"]) / BUCKET
         assert fewest <= len(found["buckets"]) <= 2 * fewest + 1
+
+
+def test_experts_that_files_stack_are_sent_by_their_layers_sender(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    layout = {"dp": 2, "ep": 2}
+    hf = save_model("gpt_oss", tmp_path)
+    weights = load_file(hf / "model.safetensors")
+    assert any("experts.gate_up_proj" in name for name in weights)
+    assert not any(map(_OF_EXPERT.search, weights))
+    for rank, found in enumerate(send(pool, hf, layout, 2)):
+        mine = {n: t.nbytes for n, t in weights.items() if sender_of(n, layout, 2) == rank}
+        assert found["sizes"] == mine
+
+
+def test_where_every_rank_sends_its_own_experts_none_is_copied(
+    pool: WorkerPool, tiny_model: Path
+) -> None:
+    for found in send(pool, tiny_model, {"dp": 2, "ep": 2}, 2):
+        assert 2 * BUCKET <= found["peak"] <= 2 * BUCKET + 2 * found["other"]
 
 
 def test_a_rank_that_gathers_everything_first_is_beyond_the_bound(

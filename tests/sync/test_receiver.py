@@ -22,6 +22,7 @@ from tests.sync.bucketing import bucketize
 from tests.sync.sender import Sender
 
 COUNTER = itertools.count()
+WAIT_S = 30.0
 DOWN = "model.layers.1.mlp.experts.2.down_proj.weight"
 
 
@@ -116,7 +117,8 @@ class Pair:
     def send(self, names: Iterable[str], flattened: bool = True) -> None:
         bucket = [(name, self._sent.tensors[name]) for name in names]
         self._sent.sender.send([name for name, _ in bucket], flattened=flattened)
-        self.receiver.receive(specs_of(bucket), group=self.name, flattened=flattened)
+        arrived = self.receiver.receive(specs_of(bucket), group=self.name, flattened=flattened)
+        arrived.result(WAIT_S)
 
 
 @pytest.fixture
@@ -210,6 +212,32 @@ def test_a_bucket_is_received_while_the_one_before_is_written(sent: Pushed) -> N
     sent.sender.shut()
 
 
+def test_a_bucket_of_one_sender_comes_while_that_of_another_is_awaited(
+    pair: Pair, sent: Pushed
+) -> None:
+    names = list(sent.tensors)
+    (late, early), group = (names[:9], names[9:]), "another"
+    pair.receiver.join_group(
+        **{"address": "127.0.0.1", "port": sent.sender.open(group), "rank": 1, "world_size": 2},
+        **{"name": group, "backend": "gloo"},
+    )
+
+    def receive(names: list[str], group: str) -> Any:
+        specs = specs_of([(name, sent.tensors[name]) for name in names])
+        return pair.receiver.receive(specs, group=group, flattened=True)
+
+    pair.receiver.begin()
+    waits = receive(late, pair.name)
+    arrives = receive(early, group)
+    sent.sender.send(early, flattened=True)
+    arrives.result(WAIT_S)
+    assert not waits.done()
+    sent.sender.send(late, flattened=True, group=pair.name)
+    waits.result(WAIT_S)
+    pair.receiver.end()
+    assert pair.receiver.digests() == {n: digest(t) for n, t in sent.tensors.items()}
+
+
 def test_a_bucket_that_cannot_be_written_fails_the_update_and_no_other(
     pair: Pair, sent: Pushed
 ) -> None:
@@ -273,8 +301,9 @@ def test_a_receive_ends_at_its_deadline_and_closes_the_group(sent: Pushed) -> No
     pair = Pair(sent, timeout_s=0.5)
     pair.receiver.begin()
     spec = TensorSpec(DOWN, (16, 12), "float32")
+    arrived = pair.receiver.receive([spec], group=pair.name, flattened=True)
     with pytest.raises(SyncError, match=r"1 tensors from .* within 0\.5 s, the group is closed"):
-        pair.receiver.receive([spec], group=pair.name, flattened=True)
+        arrived.result(WAIT_S)
     with pytest.raises(SyncError, match="joined: none"):
         pair.receiver.receive([spec], group=pair.name, flattened=True)
     sent.sender.shut()

@@ -54,7 +54,7 @@ def test_over_a_group_it_holds_two_buckets_at_most(
             receiver.begin()
             for bucket in bucketize(tensors.items(), BUCKET):
                 sender.send([name for name, _ in bucket], flattened=True)
-                receiver.receive(specs_of(bucket), group="bounds", flattened=True)
+                receiver.receive(specs_of(bucket), group="bounds", flattened=True).result(60)
             receiver.end()
         assert BUCKET / 2 < allocated.peak <= 2 * BUCKET
         sender.shut()

@@ -195,8 +195,8 @@ def test_digests_of_every_rank_of_every_server_come_to_rank_0(pushes: Any) -> No
 
 
 def test_gathers_cross_nodes_only_for_groups_that_do(pushes: Any, sizes: Any) -> None:
-    weight = sizes.Weight("decoder", 0, True, 1600, 0, ((1600, 1),), 1600, 1, 0)
-    dense = replace(weight, expert=False)
+    weight = sizes.Weight("decoder", 0, 0, 1600, 0, ((1600, 1),), 1600, 1, 0)
+    dense = replace(weight, expert=None)
     rates = free(pushes, nvlink=100.0, nic=10.0)
     inside = pushes.Case(LARGE, "bf16", 128, rates=rates)  # ep 8, tp 4
     across = pushes.Case(DEEPSEEK, "bf16", 256, rates=rates)  # ep 16, tp 8
@@ -210,13 +210,33 @@ def test_gathers_cross_nodes_only_for_groups_that_do(pushes: Any, sizes: Any) ->
     )
 
 
-def test_senders_of_one_expert_group_make_one_after_another(pushes: Any) -> None:
-    """A stage of 8 ranks has one group of ep 8, one of 16 has two."""
+def test_senders_of_one_expert_group_share_its_experts(pushes: Any, sizes: Any) -> None:
+    """A stage of 8 ranks is one group of ep 8."""
+    mesh = sizes.LAYOUTS[LARGE].meshes[32]
+    assert (mesh.stage_size, mesh.ep, mesh.etp) == (8, 8, 1)
+    weights = sizes.weights_of(LARGE, "bf16")
+    for stage in sizes.by_sender(weights, sizes.spec_of(LARGE).layers, mesh, 4):
+        of_experts = [[w.expert for w in part if w.expert is not None] for part in stage]
+        assert [set(numbers) for numbers in of_experts] == [
+            set(range(32 * k, 32 * (k + 1))) for k in range(4)
+        ]
+        assert len(set(map(len, of_experts))) == 1
+    rates = free(pushes, nvlink=100e9)
+    one = pushes.Case(LARGE, "bf16", 32, rates=rates)
+    experts = [w for w in weights if w.expert is not None]
+    alone, shared = (
+        pushes.making(replace(one, senders=k), experts)["gather"] * 100e9 / sizes.total(experts)
+        for k in (1, 4)
+    )
+    assert (alone, shared) == pytest.approx((7 / 8, 1 / 2))  # of eight ranks' experts, of two's
+
+
+def test_senders_make_at_the_same_time(pushes: Any) -> None:
     rates = free(pushes, pack_s=1e-4)
-    for trainers, times in ((32, 1), (256, 2)):
+    for trainers in (32, 256):
         one = pushes.Case(LARGE, "bf16", trainers, rates=rates)
         alone, four = (pushes.push(replace(one, senders=k))["making"] for k in (1, 4))
-        assert alone == pytest.approx(times * four)
+        assert alone == pytest.approx(4 * four)
 
 
 def test_a_change_moves_its_share_and_costs_every_rank_the_whole(pushes: Any) -> None:
